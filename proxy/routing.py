@@ -59,6 +59,7 @@ class PowerOfTwo(Policy):
         return Pick(least_busy(self._dice.sample(candidates, min(2, len(candidates)))))
 
 
+_NONE_SERVES = "No decode instance that serves the model `{}` is ready."
 _BUSIER = 8
 """Requests that D's with a link to the P may have beyond twice those of the least busy D."""
 
@@ -198,7 +199,7 @@ class _FleetCache:
         self.bases: dict[str, str] = {}
         """By the name of a model or adapter, the base model of a D that serves it."""
         for each in self.decoders:
-            self.bases |= dict.fromkeys(each.names, _base(each))
+            self.bases |= dict.fromkeys(each.names, each.ping.model or min(each.names, default=""))
         contexts = [each.context for each in self.decoders]
         self.context = max(contexts) if contexts and all(contexts) else None
         sides = self.prefillers, self.decoders
@@ -223,7 +224,7 @@ class _FleetCache:
         if model not in self.bases:
             served = any(each.serves(model) for each in self.decoders)
             if not served and any(model in each.names for each in _everyone(self.registry)):
-                raise NoInstance(f"No decode instance that serves the model `{model}` is ready.")
+                raise NoInstance(_NONE_SERVES.format(model))
             if self._alike:
                 model = None  # see `_serving`: as for a request that names none
         known = None if avoid else self._fleets.get(model)
@@ -465,10 +466,8 @@ class Router:
         absent = [_why_none(registry, role) for role in roles if not registry.routable(role, now)]
         if (served := [each.names for each in registry.routable("D", now)]) and all(served):
             names = frozenset[str]().union(*served)
-            out = {_base(each) for each in _everyone(registry) if each.names and names.isdisjoint(each.names)}
-            absent += [
-                f"No decode instance that serves the model `{model}` is ready." for model in sorted(out)
-            ]
+            lost = [each for each in _everyone(registry) if each.names and names.isdisjoint(each.names)]
+            absent += map(_NONE_SERVES.format, sorted({each.ping.model or min(each.names) for each in lost}))
         misfits = Counter((each.role, names) for each, names in registry.misfits().items())
         return absent + [
             f"{count} {ROLE_NAMES[role]} instance{'s fit' if count > 1 else ' fits'} no "
@@ -484,11 +483,6 @@ class Router:
 def _everyone(registry: Registry) -> list[Instance]:
     """Those of both roles, and those that left lately."""
     return [*registry.known("P"), *registry.known("D"), *registry.lost]
-
-
-def _base(instance: Instance) -> str:
-    """The model whose adapters its other names may be; "" if none is known."""
-    return instance.ping.model or min(instance.names, default="")
 
 
 def _why_none(registry: Registry, role: Role) -> str:
