@@ -66,7 +66,7 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
             for other in str(ranks[0].get("addresses", "")).split()[1:]:
                 ranks.append(inspect(Address.parse(other), members=members))
         except (TimeoutError, BadMessage) as error:
-            yield Finding(f"{role} rank {len(ranks)}", f"{error} (by {way_to(address.host)})", ok=False)
+            yield Finding(f"{role} rank {len(ranks)}", f"{error} (via {way_to(address.host)})", ok=False)
             continue
         first, links = ranks[0], sum(int(rank.get("links", 0)) for rank in ranks)
         firsts.append(first)
