@@ -64,9 +64,7 @@ class Exposition:
                 if (value := value_of(self._proxy, each)) is not None:
                     family.add_metric([each.ping.http_address, each.role, str(each.ping.dp_rank)], value)
             yield family
-        what = (
-            "Between two pieces of a streamed answer as they come from the decode instance: mostly a token."
-        )
+        what = "Between two pieces of a streamed answer as the decode instance sends them: mostly a token."
         between = core.HistogramMetricFamily("p2pkv_proxy_inter_token_seconds", what, labels=["address"])
         what = "Events of streamed answers: a token each, or nearly so."
         events = core.CounterMetricFamily("p2pkv_proxy_stream_events", what, labels=["address"])

@@ -9,7 +9,7 @@ another id.
 import asyncio
 import logging
 import math
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import uuid4
@@ -81,17 +81,18 @@ class ModelLists:
             await asyncio.sleep(max(0.0, self._looked + _LOOK_SECONDS - now()))
         finally:
             self._next = None  # who asks from here on may know of later changes
-        self._looked, everyone = now(), instances()
-        servers = {each.url: each for each in everyone}
-        for asked, reply in (await self._replies_of(request, list(servers.values()), uuid4().hex)).items():
+        self._looked, engines = now(), defaultdict[str, list[Instance]](list)
+        for each in instances():
+            engines[each.url].append(each)
+        servers = [each[0] for each in engines.values()]
+        for asked, reply in (await self._replies_of(request, servers, uuid4().hex)).items():
             if (models := _models_in(reply)) is None:
                 continue
             names = frozenset(str(model.get("id")) for model in models)
             lengths = (length for model in models if isinstance(length := model.get("max_model_len"), int))
             context = max(lengths, default=0)
-            for each in everyone:
-                known = each.names, each.context
-                if each.url == asked.url and known != (names.union(filter(None, [each.ping.model])), context):
+            for each in engines[asked.url]:
+                if (each.names, each.context) != (names.union(filter(None, [each.ping.model])), context):
                     logger.info("%s now serves %s", each, ", ".join(sorted(names)))
                     each.learn(names, context)
 

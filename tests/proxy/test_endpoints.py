@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import AsyncMock
 
 import aiohttp
 import msgspec
@@ -19,6 +20,7 @@ from proxy_fakes import (
     deployed,
     error_of,
     filter_of,
+    fleet,
     join,
     ping,
     quiet,
@@ -29,10 +31,11 @@ from p2pkv_proxy.attempt import Dispatch
 from p2pkv_proxy.bodies import parse
 from p2pkv_proxy.http import PAIRED, SINGLE, ProxyError
 from p2pkv_proxy.membership.registry import Registry
-from p2pkv_proxy.models import StoredResponses
+from p2pkv_proxy.models import ModelLists, StoredResponses
 from p2pkv_proxy.prompt_usage import with_ps_counts
 from p2pkv_proxy.relay import AnswerFilter, Scrubber
 from p2pkv_proxy.routing import Choice
+from p2pkv_proxy.upstream import Reply
 from support.waiting import eventually
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -597,6 +600,25 @@ async def test_a_name_that_nobody_has_is_looked_for_once_for_all_who_ask(unlike:
         assert set(whys) == {"The model `nobody` does not exist; served here: early, tiny."}
         asked = sum(each.lists for each in unlike.instances) - before
         assert 4 <= asked <= 8, "four instances, at most twice"
+
+
+async def test_the_lists_of_a_large_fleet_do_not_hold_the_proxy_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Url(str):
+        compared = 0
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            Url.compared += 1
+            return str.__eq__(self, other)
+
+    _, pool = fleet(*[("D", {"model": "m"})] * 100)
+    for each in pool:
+        each.url = Url(each.url)
+    listed = {each: Reply(200, {}, b'{"data":[{"id":"m","max_model_len":9}]}') for each in pool}
+    lists = ModelLists(None)
+    monkeypatch.setattr(lists, "_replies_of", AsyncMock(return_value=listed))
+    await lists._look(None, lambda: pool)
+    assert {each.context for each in pool} == {9} and Url.compared < 300
 
 
 async def test_who_asks_leaves_before_the_lists(unlike: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
