@@ -204,6 +204,10 @@ class Tenant:
                 raise self._full("tokens", why, math.ceil(-self._left / rate))
             self._left -= tokens
 
+    def let_in(self, tokens: int) -> None:
+        """A prompt of so many has got its place."""
+        self.prompt_tokens += tokens
+
     def give_back(self, tokens: int) -> None:
         """No instance was asked for a prompt for which it has spent so many."""
         self._left += tokens

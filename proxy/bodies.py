@@ -213,6 +213,10 @@ class Body:
         self.path, self._raw, self._ids = "/v1/chat/completions", None, self.fields.pop("prompt")
         self.fields["messages"] = Raw(b'[{"role":"user","content":""}]')
 
+    def go_on_from(self, name: str) -> None:
+        """D knows the response that this one goes on with by this id."""
+        self.previous_name = name
+
     def let_go(self) -> None:
         """Drops the bytes, once no instance will be sent this request any more. Idempotent."""
         self._raw, self._ids, self.fields = None, None, {}

@@ -92,7 +92,8 @@ class Proxy:
             session = request.headers.get(self.routing.session_header, "")
             only, asked, spent = None, 0, 0
             if body.previous:
-                only, body.previous_name = self.responses.find(body.previous)
+                only, name = self.responses.find(body.previous)
+                body.go_on_from(name)
             context = self.router.longest_context(self.clock())
             if context is not None and body.one_prompt and request.path in PAIRED:
                 body.prompt.bound(context)
@@ -109,7 +110,7 @@ class Proxy:
             try:
                 async with self.admission.place(wants, paired=body.wants_pair) as place:
                     if tenant is not None:
-                        tenant.prompt_tokens += spent
+                        tenant.let_in(spent)
                     response = await self._serve(request, body, place, active)
                     if response.status == 404:  # perhaps an adapter that was unloaded there
                         self._look_at_models(request)
