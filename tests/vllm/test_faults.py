@@ -1,5 +1,7 @@
 """Real servers that die, that do not fit, or that are started wrongly."""
 
+import os
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -26,8 +28,19 @@ from support.servers.fleet import (
 )
 
 
+def terminate(server: VllmServer) -> None:
+    """All of its processes are told to stop, as Ctrl-C and systemd do."""
+    os.killpg(server.pid, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("end", [VllmServer.kill, pytest.param(terminate, marks=pytest.mark.long)])
 def test_p_is_killed_in_mid_transfer(
-    fleet: Fleet, taker: VllmServer, launch: Callable[..., None], tiny_model: Path, tmp_path: Path
+    fleet: Fleet,
+    taker: VllmServer,
+    launch: Callable[..., None],
+    tiny_model: Path,
+    tmp_path: Path,
+    end: Callable[[VllmServer], None],
 ) -> None:
     """Two prompts are half pushed when P dies: one D recomputes, that of the fleet fails its request."""
     config = {"lease_seconds": LEASE, "chunk_bytes": 16384}
@@ -37,7 +50,7 @@ def test_p_is_killed_in_mid_transfer(
     failed = {policy: counter(d, "transfers_failed") for policy, d in decoders.items()}
     hold = tmp_path / "hold-mortal"
     hold.write_text("2 2")
-    prompts = {policy: tokens(150, f"kill {policy}") for policy in decoders}
+    prompts = {policy: tokens(150, f"{end.__name__} {policy}") for policy in decoders}
     with ThreadPoolExecutor(4) as pool:
         headers = {policy: paired_headers(p, d) for policy, d in decoders.items()}
         got = {
@@ -47,13 +60,13 @@ def test_p_is_killed_in_mid_transfer(
         for policy in decoders:
             pool.submit(complete, p, prompts[policy], 1, headers=headers[policy])
         wait_until(hold.with_suffix(".held").exists, "P's forward to be held at its third layer", 60.0)
-        p.kill()
+        end(p)
         assert_same([complete(fleet.single, prompts["recompute"])], [got["recompute"].result(60)])
         with pytest.raises(client.RequestFailed) as error:
             got["fail"].result(60)
         assert error.value.status == 500
     for policy, d in decoders.items():
-        prompt = tokens(40, f"after {policy}")
+        prompt = tokens(40, f"after {end.__name__} {policy}")
         assert_same([complete(fleet.single, prompt)], [complete(d, prompt)])
         wait_until(lambda d=d, before=failed[policy]: counter(d, "transfers_failed") > before, "its failure")
         at_rest(d)
