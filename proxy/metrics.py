@@ -298,19 +298,16 @@ def trace_id_of(headers: Mapping[str, str]) -> str:
     return match[1] if match else ""
 
 
-class CallSpan:
-    """One call to one instance. This one records nothing."""
-
-    def end(self, failed: str = "") -> None:
-        """The call has ended; `failed`: why it failed. Only the first end counts."""
+EndOfCall = Callable[[str], None]
+"""To be called with why a call to an instance has failed, or with "". Only the first time counts."""
 
 
 class RequestSpan:
     """One client's request. This one records nothing."""
 
-    def call(self, instance: Instance, role: Role, headers: Headers) -> CallSpan:
+    def call(self, instance: Instance, role: Role, headers: Headers) -> EndOfCall:
         """A call begins; `headers`, which it will have, then name its parent."""
-        return CallSpan()
+        return lambda failed: None
 
     def end(self, record: "RequestRecord") -> None:
         """The request has ended."""

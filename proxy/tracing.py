@@ -15,7 +15,7 @@ from typing import Any
 
 from .http import Headers
 from .membership.instance import ROLE_NAMES, Instance, Role
-from .metrics import CURRENT, CallSpan, RequestRecord, RequestSpan
+from .metrics import CURRENT, EndOfCall, RequestRecord, RequestSpan
 
 # For one batch, retries included: so long the proxy's end may wait for a collector that is gone.
 _EXPORT_SECONDS = 2.0
@@ -64,7 +64,7 @@ class _Request(RequestSpan):
     _spans: Spans
     _span: Any
 
-    def call(self, instance: Instance, role: Role, headers: Headers) -> CallSpan:
+    def call(self, instance: Instance, role: Role, headers: Headers) -> EndOfCall:
         trace = self._spans.trace
         span = self._spans.tracer.start_span(
             ROLE_NAMES[role],
@@ -73,25 +73,19 @@ class _Request(RequestSpan):
             attributes={"server.address": instance.ping.http_address},
         )
         self._spans.propagator.inject(headers, context=trace.set_span_in_context(span))
-        return _Call(trace, span)
+
+        def end(failed: str) -> None:
+            if span.is_recording():
+                if failed:
+                    span.set_status(trace.StatusCode.ERROR, failed)
+                span.end()
+
+        return end
 
     def end(self, record: RequestRecord) -> None:
         self._span.set_attributes({f"p2pkv.{name}": value for name, value in record.known().items()})
         if record.outcome in ("failed", "broken", "shed"):
             self._span.set_status(self._spans.trace.StatusCode.ERROR, record.outcome)
-        self._span.end()
-
-
-@dataclass(frozen=True)
-class _Call(CallSpan):
-    _trace: Any
-    _span: Any
-
-    def end(self, failed: str = "") -> None:
-        if not self._span.is_recording():
-            return
-        if failed:
-            self._span.set_status(self._trace.StatusCode.ERROR, failed)
         self._span.end()
 
 

@@ -23,7 +23,7 @@ from .bodies import ANYTHING, Content, Fields, decoded
 from .http import Headers
 from .membership.instance import Instance, LossReason
 from .membership.prober import is_ours
-from .metrics import CallSpan
+from .metrics import EndOfCall
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ class Call:
     """One POST to one instance. `close` aborts it, by closing the connection.
 
     Attributes:
-        span: what traces have of it.
+        ended: called at its end, for traces.
         tokens: of the prompt, that the instance computes while this call is open; 0 if it is no P.
         may_repeat: asked before the request goes once more, over another connection.
         may_leave: whether the request has anywhere else to go; asked each second while only /health answers.
@@ -224,7 +224,7 @@ class Call:
     instance: Instance
     path: str
     headers: Headers
-    span: CallSpan = field(default_factory=CallSpan)
+    ended: EndOfCall = lambda failed: None
     tokens: int = 0
     may_repeat: Callable[[], bool] = lambda: True
     may_leave: Callable[[], bool] = lambda: False
@@ -388,7 +388,7 @@ class Call:
         if self._response is not None:
             self._response.close()
         self._cleanup.close()
-        self.span.end(failed)
+        self.ended(failed)
         self.may_repeat = self.may_leave = bool  # no more: those of an attempt would make it refer to itself
 
 
