@@ -34,7 +34,7 @@ from fleet_engines import BLOCK, COSTS, Closed, Decode, Links, Lost, Prefill, Vi
 
 from p2pkv import __version__
 from p2pkv.control.discovery import Ping
-from p2pkv_proxy.admission import Admission, RequestPlace, Retries
+from p2pkv_proxy.admission import Admission, RequestPlace
 from p2pkv_proxy.bodies import MAX_PIECES, PIECE_TOKENS, Prompt
 from p2pkv_proxy.http import ProxyError
 from p2pkv_proxy.limits import Limits, RequestCounters
@@ -194,7 +194,6 @@ class Proxy:
             self.registry, routing, room=limits.max_requests, decode_alone=limits.decode_alone
         )
         self.admission = Admission(self.router, limits, self.counters, clock)
-        self.retries = Retries(self.admission, limits, self.counters, clock)
         self.partners = PartnerLists(self.registry)
         self.open: set[asyncio.Task[None]] = set()
 
@@ -358,10 +357,10 @@ class Fleet:
                 culprit.healthy = False  # its port refuses, as the next call and the prober find
                 failed |= {culprit}
                 if sent and resumes - closed < proxy.limits.resumes:
-                    if await proxy.retries.resume(place, failed, resumes - closed, free=closed):
+                    if await proxy.admission.resume(place, failed, resumes - closed, free=closed):
                         resumes += not closed
                         continue
-                elif not sent and await proxy.retries.try_elsewhere(
+                elif not sent and await proxy.admission.try_elsewhere(
                     place, culprit, failed, tries - closed, free=closed
                 ):
                     tries += not closed

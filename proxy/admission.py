@@ -399,29 +399,12 @@ class Admission:
         for instance in choice.instances:
             instance.breaker.given_up(place.key)
 
-
-def _first(queue: dict[_Waiter, None]) -> _Waiter | None:
-    """Who has waited longest, without those who have just been turned away or have left."""
-    return next((waiter for waiter in queue if not waiter.placed.done()), None)
-
-
-_FIRST_PAUSE = 0.05
-_LONGEST_PAUSE = 1.0
-
-
-@dataclass(frozen=True)
-class Retries:
-    """Whether a request may be sent a second time: within a budget, and if there is another instance."""
-
-    admission: Admission
-    limits: Limits
-    counters: RequestCounters
-    clock: Callable[[], float]
+    # Second tries.
 
     def spend(self, *, whatever: bool = False) -> bool:
         """Whether the budget allows one try more, or allowed `whatever` is left; if so it is counted."""
-        allowed = self.admission.budget.spend(self.clock(), whatever=whatever)
-        self.counters.retries_refused += not allowed
+        allowed = self.budget.spend(self._clock(), whatever=whatever)
+        self._counters.retries_refused += not allowed
         return allowed
 
     def may_leave(
@@ -429,12 +412,10 @@ class Retries:
     ) -> bool:
         """Whether a request that this instance holds up has anywhere else to go. The budget does not count:
         an instance that hangs has computed nothing, and each request leaves it once."""
-        if tries > self.limits.retries:
+        if tries > self._limits.retries:
             return False
-        alone = instance is place.choice.prefill and self.limits.decode_alone > 0
-        return alone or self.admission.has_room(
-            place.request, place.mode_after(instance), failed | {instance}
-        )
+        alone = instance is place.choice.prefill and self._limits.decode_alone > 0
+        return alone or self.has_room(place.request, place.mode_after(instance), failed | {instance})
 
     async def try_elsewhere(
         self, place: RequestPlace, culprit: Instance, failed: frozenset[Instance], tries: int, *, free: bool
@@ -442,12 +423,12 @@ class Retries:
         """Moves a request away from those that failed it. False if that was its last try. `tries`: without
         those that count as none, see `Outcome.uncounted`; `free`: the budget does not count."""
         mode = place.mode_after(culprit)
-        if tries > self.limits.retries or not self.admission.has_room(place.request, mode, failed):
+        if tries > self._limits.retries or not self.has_room(place.request, mode, failed):
             return False
         if not free and not self.spend():
             return False
         await asyncio.sleep(pause(tries))
-        return self._move(place, culprit, failed)
+        return self._leave_culprit(place, culprit, failed)
 
     async def resume(
         self, place: RequestPlace, failed: frozenset[Instance], tries: int, *, free: bool
@@ -457,30 +438,39 @@ class Retries:
         second and later ones: the first are no more than the answers that were under way. `tries`: how often
         it has been moved so, without the moves that were `free`, for which neither limit nor budget counts.
         """
-        if not free and (tries == self.limits.resumes or not self.spend(whatever=tries == 0)):
+        if not free and (tries == self._limits.resumes or not self.spend(whatever=tries == 0)):
             return False
         if tries:
             await asyncio.sleep(pause(tries))
-        decode, alone = place.choice.decode, self.limits.decode_alone > 0
-        if self._move(place, decode, failed, alone=alone):
+        decode, alone = place.choice.decode, self._limits.decode_alone > 0
+        if self._leave_culprit(place, decode, failed, alone=alone):
             return True
-        moved = await self.admission.move_in_time(place, place.mode_after(decode), failed)
-        self.counters.retried += moved
+        moved = await self.move_in_time(place, place.mode_after(decode), failed)
+        self._counters.retried += moved
         return moved
 
-    def _move(
+    def _leave_culprit(
         self, place: RequestPlace, culprit: Instance, failed: frozenset[Instance], *, alone: bool = False
     ) -> bool:
         """To another server if any has room: the engines behind one HTTP server may stop together, with
         experts in lockstep and when the server ends. Else it may be left to a D `alone`."""
         mode, others = place.mode_after(culprit), failed.union(culprit.neighbours())
         moved = (
-            self.admission.move(place, mode, others)
-            or (others != failed and self.admission.move(place, mode, failed))
-            or (alone and self.admission.move_to_decode_alone(place, failed))
+            self.move(place, mode, others)
+            or (others != failed and self.move(place, mode, failed))
+            or (alone and self.move_to_decode_alone(place, failed))
         )
-        self.counters.retried += moved
+        self._counters.retried += moved
         return moved
+
+
+def _first(queue: dict[_Waiter, None]) -> _Waiter | None:
+    """Who has waited longest, without those who have just been turned away or have left."""
+    return next((waiter for waiter in queue if not waiter.placed.done()), None)
+
+
+_FIRST_PAUSE = 0.05
+_LONGEST_PAUSE = 1.0
 
 
 def pause(tries: int, uniform: Callable[[float, float], float] = random.uniform) -> float:

@@ -25,7 +25,7 @@ from aiohttp import ClientResponse, web
 from p2pkv.first_token import FirstToken, params
 from p2pkv.pairing import mint
 
-from .admission import RequestPlace, Retries
+from .admission import Admission, RequestPlace
 from .blame import REFUSALS, Blame, CallEnd, Charge, RetryKind, Verdict, assign_blame
 from .bodies import Body, Content, Fields
 from .continuation import Continuation, RepeatedAnswer, ending
@@ -90,7 +90,7 @@ class ProxyServices(Protocol):
     limits: Limits
     counters: RequestCounters
     dispatch: Dispatch
-    retries: Retries
+    admission: Admission
     first_tokens: FirstTokens
     background: set[asyncio.Task[Any]]
 
@@ -384,7 +384,7 @@ class Attempt:
         return self._began + seconds if seconds else None
 
     def _may_repeat(self) -> bool:
-        again = self.services.retries.spend()
+        again = self.services.admission.spend()
         self._sent_twice |= again
         return again
 

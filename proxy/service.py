@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from .access import Access, Tenants
-from .admission import ALONE_FULL, Admission, Demand, RequestPlace, Retries
+from .admission import ALONE_FULL, Admission, Demand, RequestPlace
 from .attempt import Attempt, Dispatch, Outcome
 from .blame import Blame, CallEnd, Charge, RetryKind
 from .bodies import Body, BodyBudget, BodyReader, parse, response_id
@@ -69,7 +69,6 @@ class Proxy:
         self.membership.on_change(self.admission.advance)
         self.model_lists = ModelLists(self.session)
         self.responses = StoredResponses(self.registry)
-        self.retries = Retries(self.admission, self.limits, self.counters, self.clock)
         self.transcripts = TranscriptMemory(self.limits.resume_bytes, self.limits.resume_bytes_each)
         handed_on = self.limits.first_token == "prefill" and self.limits.resumes > 0
         self.first_tokens = FirstTokens(handed_on, self.counters, self.dispatch == "concurrent")
@@ -141,7 +140,7 @@ class Proxy:
         if self.limits.resumes:
             active.transcript = Transcript.of(body, self.transcripts)
         while True:
-            may_leave = partial(self.retries.may_leave, place, failed=active.failed, tries=tries)
+            may_leave = partial(self.admission.may_leave, place, failed=active.failed, tries=tries)
             attempt = Attempt(self, request, body, place, may_leave, may_resend, doubted, active.transcript)
             active.attempt = attempt
             if body.stored:
@@ -181,10 +180,10 @@ class Proxy:
             if decides and alone and self.admission.move_to_decode_alone(place, active.failed):
                 logger.info("request %s: %s decides alone", attempt.unique, place.choice.decode)
                 continue
-            uncounted = outcome.uncounted
+            uncounted, tried = outcome.uncounted, tries - outcome.uncounted
             free = uncounted or culprit.left is not None or culprit.drained or outcome.end is CallEnd.HUNG
-            if await self.retries.try_elsewhere(place, culprit, active.failed, tries - uncounted, free=free):
-                tries += not uncounted
+            if await self.admission.try_elsewhere(place, culprit, active.failed, tried, free=free):
+                tries = tried + 1
                 logger.info("request %s is tried again elsewhere", attempt.unique)
                 continue
             if outcome.moved:
@@ -204,7 +203,7 @@ class Proxy:
         while not transcript.finished:
             active.note_failure(outcome)
             free = outcome.uncounted
-            if not await self.retries.resume(place, self._unable(active), tries, free=free):
+            if not await self.admission.resume(place, self._unable(active), tries, free=free):
                 break
             tries += not free
             self.counters.resume_tries += 1

@@ -681,7 +681,7 @@ Proxy._serve: a request that was sent twice is sent anew without bound
 ~                 may_resend = False =>                 may_resend = True
 > tests/proxy/test_failures.py::test_instances_whose_port_refuses_are_no_tries
 Proxy._serve: an instance whose port refuses counts as a try
-~ tries - uncounted => tries
+~ tries - outcome.uncounted => tries
 == proxy/body_checks.py
 > tests/proxy/test_bodies.py::test_texts_pictures_and_token_ids_are_no_values_however_long_they_are
 check_values: others wait while the values of a body are counted
@@ -750,10 +750,10 @@ Attempt._concurrent: a D that is lost after it has drawn another first token tak
 ~ self.relay, self.doubted = self._handed_on, () => self.doubted = ()
 == proxy/admission.py
 > tests/proxy/test_membership.py::test_what_a_hung_engine_has_not_begun_goes_to_another_server
-Retries._move: a retry may go to the neighbour of the engine that failed
+Admission._leave_culprit: a retry may go to the neighbour of the engine that failed
 ~ failed.union(culprit.neighbours()) => failed
 > tests/proxy/test_resume.py::test_all_streams_of_a_lost_d_go_on
-Retries.resume: the budget of retries refuses the first resume
+Admission.resume: the budget of retries refuses the first resume
 ~ whatever=tries == 0 => whatever=False
 > tests/proxy/test_resume.py::test_a_stream_waits_for_room_at_another_d_before_newcomers
 Admission.move_in_time: new requests get their places before streams that wait for one
