@@ -10,9 +10,8 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,57 +54,6 @@ class NcclMissing(Exception):
 
 Comm = Any
 """A communicator: whatever the binding takes for one."""
-
-
-class Nccl(ABC):
-    """NCCL through one binding. Pointers and streams are integers. No call blocks: `init`, `send` and `recv`
-    are complete when `async_error` says IN_PROGRESS no more; until then nothing else may be asked of that
-    communicator.
-
-    Attributes:
-        binding: name and version of the Python package.
-        channels: multiprocessors that a kernel of one communicator may hold.
-    """
-
-    binding: str
-    channels: int
-
-    @abstractmethod
-    def version(self) -> int:
-        """The loaded library's number, 23203 for 2.32.3."""
-
-    @abstractmethod
-    def unique_id(self) -> bytes:
-        """A new name for a communicator, bytes [128]; this process listens until all ranks have met."""
-
-    @abstractmethod
-    def init(self, ranks: int, unique_id: bytes, rank: int) -> Comm:
-        """Join the communicator of that name on the calling thread's current device. Raises NcclError."""
-
-    @abstractmethod
-    def send(self, ptr: int, nbytes: int, peer: int, comm: Comm, stream: int) -> None:
-        """Queue a send of device memory on a CUDA stream. Raises NcclError."""
-
-    @abstractmethod
-    def recv(self, ptr: int, nbytes: int, peer: int, comm: Comm, stream: int) -> None:
-        """Queue a receive into device memory on a CUDA stream. Raises NcclError."""
-
-    @abstractmethod
-    def group(self) -> AbstractContextManager[None]:
-        """The sends, or the receives, that are queued within are launched together, by one kernel, at the end
-        of it; the peer must group its own in the same way (NVIDIA/nccl issue 1279). Raises NcclError."""
-
-    @abstractmethod
-    def async_error(self, comm: Comm) -> int:
-        """SUCCESS, IN_PROGRESS, or the number of an error that the communicator met since."""
-
-    @abstractmethod
-    def abort(self, comm: Comm) -> None:
-        """End the communicator and all that it has queued; it means nothing afterwards."""
-
-    def describe(self) -> str:
-        """Version, binding and library in one phrase."""
-        return f"NCCL {version_name(self.version())} through {self.binding} ({', '.join(library_paths())})"
 
 
 def version_name(number: int) -> str:
@@ -159,7 +107,7 @@ def _variable(variable: str) -> int | None:
 # `nccl.core` would need cuda-bindings and its own buffer objects.
 
 
-def load_nccl(channels: int = 8) -> Nccl4pyNccl:
+def load_nccl(channels: int = 8) -> Nccl:
     """NCCL through nccl4py. `channels`: the most of a communicator. Raises NcclMissing with a sentence."""
     try:
         nccl = importlib.import_module("nccl.bindings.nccl")
@@ -177,11 +125,18 @@ def load_nccl(channels: int = 8) -> Nccl4pyNccl:
         raise NcclMissing(
             f"nccl4py {version} finds no NCCL library ({error}); install nvidia-nccl-cu12 or -cu13"
         ) from None
-    return Nccl4pyNccl(nccl, f"nccl4py {version}", channels)
+    return Nccl(nccl, f"nccl4py {version}", channels)
 
 
-class Nccl4pyNccl(Nccl):
-    """The calls of `nccl.bindings.nccl`, nccl4py 0.6."""
+class Nccl:
+    """The calls of `nccl.bindings.nccl`, nccl4py 0.6. Pointers and streams are integers. No call blocks: `init`,
+    `send` and `recv` are complete when `async_error` says IN_PROGRESS no more; until then nothing else may be
+    asked of that communicator. All but `version` raise NcclError.
+
+    Attributes:
+        binding: name and version of the Python package.
+        channels: multiprocessors that a kernel of one communicator may hold.
+    """
 
     def __init__(self, nccl: Any, binding: str, channels: int) -> None:
         self._nccl = nccl
@@ -190,13 +145,20 @@ class Nccl4pyNccl(Nccl):
         self.channels = _power_of_two(_variable(MAX_CTAS) or self._most)
 
     def version(self) -> int:
+        """The loaded library's number, 23203 for 2.32.3."""
         return int(self._nccl.get_version())
 
+    def describe(self) -> str:
+        """Version, binding and library in one phrase."""
+        return f"NCCL {version_name(self.version())} through {self.binding} ({', '.join(library_paths())})"
+
     def unique_id(self) -> bytes:
+        """A new name for a communicator, bytes [128]; this process listens until all ranks have met."""
         return bytes(self._call("get_unique_id", self._nccl.get_unique_id))
 
     def init(self, ranks: int, unique_id: bytes, rank: int) -> Comm:
-        """Begins it; the binding takes NCCL's "in progress" for success, here and in all calls."""
+        """Join the communicator of that name on the calling thread's current device. The binding takes NCCL's
+        "in progress" for success, here and in all calls."""
         config = self._nccl.Config()
         config.blocking = 0
         config.max_ctas = self._most
@@ -206,19 +168,25 @@ class Nccl4pyNccl(Nccl):
         return self._call("comm_init_rank_config", init, ranks, name, rank, config)
 
     def send(self, ptr: int, nbytes: int, peer: int, comm: Comm, stream: int) -> None:
+        """Queue a send of device memory on a CUDA stream."""
         self._call("send", self._nccl.send, ptr, nbytes, UINT8, peer, comm, stream)
 
     def recv(self, ptr: int, nbytes: int, peer: int, comm: Comm, stream: int) -> None:
+        """Queue a receive into device memory on a CUDA stream."""
         self._call("recv", self._nccl.recv, ptr, nbytes, UINT8, peer, comm, stream)
 
     def async_error(self, comm: Comm) -> int:
+        """SUCCESS, IN_PROGRESS, or the number of an error that the communicator met since."""
         return int(self._call("comm_get_async_error", self._nccl.comm_get_async_error, comm))
 
     def abort(self, comm: Comm) -> None:
+        """End the communicator and all that it has queued; it means nothing afterwards."""
         self._call("comm_abort", self._nccl.comm_abort, comm)
 
     @contextmanager
     def group(self) -> Iterator[None]:
+        """The sends, or the receives, that are queued within are launched together, by one kernel, at the end
+        of it; the peer must group its own in the same way (NVIDIA/nccl issue 1279)."""
         self._call("group_start", self._nccl.group_start)
         try:
             yield

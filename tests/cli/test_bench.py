@@ -356,7 +356,7 @@ def test_a_push_takes_no_less_than_the_wire_and_each_station_is_counted(
         (paced_card.PacedDevice, gpu.CudaDevice),
         (paced_card.PacedStream, gpu.CudaStream),
         (paced_card.PacedEvent, CudaEvent),
-        (paced_card.PacedNccl, nccl_bindings.Nccl4pyNccl),
+        (paced_card.PacedNccl, nccl_bindings.Nccl),
         (paced_card.PacedMemory, cuda_memory.CudaMemory),
         (paced_card.PacedLauncher, CupyLauncher),
     ],

@@ -135,7 +135,7 @@ def test_two_ranks_may_be_on_one_gpu_where_nccl_knows_how(
     patch: pytest.MonkeyPatch, version: int, before: str | None, after: str | None
 ) -> None:
     give_nccl4py(patch)
-    patch.setattr(nccl_bindings.Nccl4pyNccl, "version", lambda self: version)
+    patch.setattr(nccl_bindings.Nccl, "version", lambda self: version)
     if before is not None:
         patch.setenv(nccl_bindings.SHARED_GPU, before)
     nccl_bindings.allow_shared_gpus(load_nccl())
@@ -167,7 +167,7 @@ def test_settings_of_nccl_that_harm_links_are_warned_of(
 ) -> None:
     """The device is full behind it: only what comes before is looked at."""
     give_nccl4py(patch)
-    patch.setattr(nccl_bindings.Nccl4pyNccl, "version", lambda self: 22809)
+    patch.setattr(nccl_bindings.Nccl, "version", lambda self: 22809)
     patch.setattr(torch.cuda, "is_available", lambda: True)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
     patch.setattr(torch.cuda, "get_device_properties", lambda _: Mock(multi_processor_count=132))
