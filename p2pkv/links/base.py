@@ -33,7 +33,7 @@ from collections.abc import MutableSet
 from dataclasses import dataclass
 from functools import cache
 from threading import get_ident
-from typing import Annotated, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -185,65 +185,6 @@ class LinkSettings:
     allowed: Networks | None = None
 
 
-class LinkFactory(ABC):
-    """Makes the ends of links of one kind for one rank.
-
-    Attributes:
-        kind: the name that peers compare.
-        staging: the budget of this rank, which all its links share.
-        announced: whether the owner of the ends launches their operations (see above and `announce_sends`).
-            If not, `poll` does as soon as it may.
-    """
-
-    kind: str
-    staging: StagingBudget
-    announced: bool = False
-    poll_seconds = 0.001
-    """Seconds between two polls while a link has something under way; messages come in between."""
-    build_seconds = 0.0
-    """Seconds that a link may take to come up once both ends are made, however short the lease is."""
-
-    def pause(self) -> float:
-        """Seconds until the next poll is of use while links have something under way, if no message comes."""
-        return self.poll_seconds
-
-    def announce_sends(self) -> None:
-        """The owner of the ends launches their operations from now on; call it before the first is made."""
-        self.announced = True
-
-    def carry_both_ways(self) -> None:
-        """This rank both sends and receives; call it before the first end is made."""
-        self.staging.carry_both_ways()
-
-    @property
-    def stuck(self) -> int:
-        """Calls that were given up and have not come back; each keeps a thread, and perhaps memory."""
-        return 0
-
-    def rescue(self, reason: str, wherever: bool) -> None:
-        """The owner hangs in a call to the device: break every link that launches something, from a thread
-        that is not the owner's, so that nothing on the device waits for a peer. `wherever`: also the link
-        that the owner is calling."""
-        return
-
-    @abstractmethod
-    def invite(self) -> bytes:
-        """P's invitation to a new link (NCCL: the unique id; host: who and where this machine is)."""
-
-    @abstractmethod
-    def accept(self, invitation: bytes, window: int) -> tuple[Inbound, bytes]:
-        """D's end, with room for `window` bytes of posted receives, and D's answer to the invitation. Raises
-        LinkError, with a sentence, for an invitation that it cannot take."""
-
-    @abstractmethod
-    def complete(self, invitation: bytes, acceptance: bytes) -> Outbound:
-        """P's end, from D's answer. Raises LinkError if no way to D works, with a sentence."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free what all links of this rank share. Idempotent."""
-
-
 # The two blobs that set up a link: checked, bounded, no pickle.
 
 MAX_BLOB_BYTES = 4096
@@ -346,15 +287,26 @@ class Guard:
         )
 
 
-_Invited = TypeVar("_Invited", bound=Invitation)
-_Accepted = TypeVar("_Accepted", bound=Acceptance)
-_In = TypeVar("_In", bound=Inbound)
+class LinkFactory:
+    """Makes the ends of links of one kind for one rank, and closes them when it is closed.
 
+    Attributes:
+        kind: the name that peers compare.
+        staging: the budget of this rank, which all its links share.
+        announced: whether the owner of the ends launches their operations (see above and `announce_sends`).
+            If not, `poll` does as soon as it may.
+    """
 
-class GuardedLinks(LinkFactory, Generic[_Invited, _Accepted, _In]):
-    """A factory that reads and writes the blobs of its kind, and closes its ends when it is closed."""
+    kind: str
+    staging: StagingBudget
+    announced: bool = False
+    poll_seconds = 0.001
+    """Seconds between two polls while a link has something under way; messages come in between."""
+    build_seconds = 0.0
+    """Seconds that a link may take to come up once both ends are made, however short the lease is."""
 
-    blobs: tuple[type[_Invited], type[_Accepted]]
+    blobs: tuple[type[Invitation], type[Acceptance]]
+    """Of its kind."""
     too_many_stuck = ""
     """What is wrong when so many calls are `stuck` that no other one is risked."""
 
@@ -363,12 +315,37 @@ class GuardedLinks(LinkFactory, Generic[_Invited, _Accepted, _In]):
         self._ends = set() if ends is None else ends
         self._closed = False
 
+    def pause(self) -> float:
+        """Seconds until the next poll is of use while links have something under way, if no message comes."""
+        return self.poll_seconds
+
+    def announce_sends(self) -> None:
+        """The owner of the ends launches their operations from now on; call it before the first is made."""
+        self.announced = True
+
+    def carry_both_ways(self) -> None:
+        """This rank both sends and receives; call it before the first end is made."""
+        self.staging.carry_both_ways()
+
+    @property
+    def stuck(self) -> int:
+        """Calls that were given up and have not come back; each keeps a thread, and perhaps memory."""
+        return 0
+
+    def rescue(self, reason: str, wherever: bool) -> None:
+        """The owner hangs in a call to the device: break every link that launches something, from a thread
+        that is not the owner's, so that nothing on the device waits for a peer. `wherever`: also the link
+        that the owner is calling."""
+        return
+
     def invite(self) -> bytes:
+        """P's invitation to a new link (NCCL: the unique id; host: who and where this machine is)."""
         self._check()
         return encode_blob(self._invitation(secrets.token_bytes(NONCE_BYTES)))
 
-    def accept(self, invitation: bytes, window: int) -> tuple[_In, bytes]:
-        """Raises ValueError if `window` is not positive."""
+    def accept(self, invitation: bytes, window: int) -> tuple[Inbound, bytes]:
+        """D's end, with room for `window` bytes of posted receives, and D's answer to the invitation. Raises
+        LinkError, with a sentence, for an invitation that it cannot take, ValueError for no window."""
         self._check()
         if window < 1:
             raise ValueError(f"window is {window} bytes; it must be positive")
@@ -377,6 +354,7 @@ class GuardedLinks(LinkFactory, Generic[_Invited, _Accepted, _In]):
         return inbound, encode_blob(acceptance)
 
     def complete(self, invitation: bytes, acceptance: bytes) -> Outbound:
+        """P's end, from D's answer. Raises LinkError if no way to D works, with a sentence."""
         self._check()
         invited, accepted = decode_blob(invitation, self.blobs[0]), decode_blob(acceptance, self.blobs[1])
         if accepted.answers != invited.nonce:
@@ -385,14 +363,19 @@ class GuardedLinks(LinkFactory, Generic[_Invited, _Accepted, _In]):
         self._ends.add(outbound)
         return outbound
 
-    @abstractmethod
-    def _invitation(self, nonce: bytes) -> _Invited: ...
-    @abstractmethod
-    def _accept(self, invited: _Invited, window: int) -> tuple[_In, _Accepted]: ...
-    @abstractmethod
-    def _complete(self, invited: _Invited, accepted: _Accepted) -> Outbound: ...
+    # What a kind makes of its own blobs.
+
+    def _invitation(self, nonce: bytes) -> Invitation:
+        raise NotImplementedError
+
+    def _accept(self, invited: Any, window: int) -> tuple[Inbound, Acceptance]:
+        raise NotImplementedError
+
+    def _complete(self, invited: Any, accepted: Any) -> Outbound:
+        raise NotImplementedError
 
     def close(self) -> None:
+        """Close all ends, and free what they share. Idempotent."""
         self._closed = True
         for end in list(self._ends):
             end.close("its rank has closed")

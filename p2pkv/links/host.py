@@ -50,7 +50,7 @@ def make_links(settings: LinkSettings) -> "HostLinks":
     return HostLinks(settings.host, settings.staging_bytes, settings.shared_memory, settings.allowed)
 
 
-class HostLinks(base.GuardedLinks[HostInvitation, HostAcceptance, "HostInbound"]):
+class HostLinks(base.LinkFactory):
     kind = "host"
     blobs = HostInvitation, HostAcceptance
 

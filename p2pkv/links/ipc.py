@@ -14,7 +14,7 @@ import torch
 from msgspec import Meta
 
 from p2pkv.device import cuda_index
-from p2pkv.links.base import NONCE_BYTES, Acceptance, GuardedLinks, Invitation, LinkError, LinkSettings, Nonce
+from p2pkv.links.base import NONCE_BYTES, Acceptance, Invitation, LinkError, LinkFactory, LinkSettings, Nonce
 from p2pkv.links.cuda_memory import UUID_BYTES, CudaError, CudaMemory, ExportedBlock, allocate
 from p2pkv.links.gpu import CudaDevice, DevicePool, pause_of
 from p2pkv.links.ipc_ends import IpcContext, IpcInbound, IpcOutbound
@@ -58,7 +58,7 @@ def this_host() -> tuple[str, int]:
         raise ValueError(f"the link ipc needs Linux's /proc: {error}") from None
 
 
-class IpcLinks(GuardedLinks[IpcInvitation, IpcAcceptance, IpcInbound]):
+class IpcLinks(LinkFactory):
     kind = "ipc"
     blobs = IpcInvitation, IpcAcceptance
     too_many_stuck = (

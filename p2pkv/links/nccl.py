@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from p2pkv.device import cuda_index
 from p2pkv.links import nccl_bindings
-from p2pkv.links.base import Acceptance, Guard, GuardedLinks, Invitation, LinkError, LinkSettings, Nonce
+from p2pkv.links.base import Acceptance, Guard, Invitation, LinkError, LinkFactory, LinkSettings, Nonce
 from p2pkv.links.gpu import CudaDevice, DevicePool, pause_of
 from p2pkv.links.nccl_bindings import UNIQUE_ID_BYTES, Nccl, NcclError, NcclMissing, version_name
 from p2pkv.links.nccl_communicator import FIRST_MESSAGE_BYTES, BusyEnds, NcclContext
@@ -64,7 +64,7 @@ def check_versions(mine: int, theirs: int) -> None:
         )
 
 
-class NcclLinks(GuardedLinks[NcclInvitation, NcclAcceptance, NcclInbound]):
+class NcclLinks(LinkFactory):
     """Makes NCCL links for one rank. One thread owns all of them. `kind` names NCCL's exact version, and
     the sizes of buffers that the environment sets, so that peers with others are refused at the handshake."""
 

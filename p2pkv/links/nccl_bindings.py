@@ -129,9 +129,9 @@ def load_nccl(channels: int = 8) -> Nccl:
 
 
 class Nccl:
-    """The calls of `nccl.bindings.nccl`, nccl4py 0.6. Pointers and streams are integers. No call blocks: `init`,
-    `send` and `recv` are complete when `async_error` says IN_PROGRESS no more; until then nothing else may be
-    asked of that communicator. All but `version` raise NcclError.
+    """The calls of `nccl.bindings.nccl`, nccl4py 0.6. Pointers and streams are integers. No call blocks:
+    `init`, `send` and `recv` are complete when `async_error` says IN_PROGRESS no more; until then nothing
+    else may be asked of that communicator. All but `version` raise NcclError.
 
     Attributes:
         binding: name and version of the Python package.
