@@ -205,10 +205,6 @@ class PagedCache:
     def warm_up(self) -> None:
         self.copier.warm_up()
 
-    def check(self, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables) -> None:
-        """Raises the ValueErrors of gather and scatter, except the one about the buffer."""
-        self._cuts(layers, tokens, heads, blocks)
-
     def prepare(self, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: CachedTables) -> None:
         """A gather or scatter of this rectangle will come: do what needs no buffer. Raises as they do."""
         if isinstance(tokens, tuple):
@@ -429,7 +425,7 @@ class DenseView:
         if not 0 <= tokens[0] <= tokens[1]:
             raise ValueError(f"tokens [{tokens[0]}, {tokens[1]}) are not an interval of a prompt")
         first = tokens[0] // self._tokens * self._tokens
-        self._cache.check(layers, (first, tokens[1] if tokens[0] < tokens[1] else first), heads, blocks)
+        self._cache._cuts(layers, (first, tokens[1] if tokens[0] < tokens[1] else first), heads, blocks)
         count, beside = layers[1] - layers[0], heads[1] - heads[0]
         check_buffer(buffer, self.nbytes(count, *tokens, beside), self._cache.device)
         if buffer.numel() == 0:
