@@ -178,15 +178,10 @@ def decode_ping(frame: bytes | memoryview) -> Ping:
 
 
 def lasting(ping: Ping) -> Ping:
-    """What is equal in all pings of an engine, but for the last."""
+    """What is equal in all pings of one start of an engine, but for its goodbye."""
     if not ping.paused and ping.workload is None:
         return ping
     return msgspec.structs.replace(ping, paused=False, workload=None)
-
-
-def are_alike(one: Ping, other: Ping) -> bool:
-    """Whether the two are of one start of an engine: `lasting` is equal, and both are goodbyes or neither."""
-    return lasting(one) == lasting(other)
 
 
 def goodbye(ping: Ping) -> Ping:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from p2pkv.control.discovery import Ping, are_alike, goodbye, lasting
+from p2pkv.control.discovery import Ping, goodbye, lasting
 from p2pkv.log import RateLimit
 from p2pkv.pairing import Address
 
@@ -302,7 +302,7 @@ class Registry:
     def of(self, ping: Ping) -> Instance | None:
         """The one whose latest ping this is."""
         known = self._instances.get((ping.type, Address.parse(ping.http_address), ping.dp_rank))
-        return known if known is not None and are_alike(known.ping, ping) else None
+        return known if known is not None and known.ping == lasting(ping) else None
 
     def at(self, key: InstanceKey) -> Instance | None:
         """The one with this role, HTTP address and data-parallel rank."""
