@@ -472,8 +472,6 @@ class Prefill:
                 case state_machine.Transmit(rank):
                     if (peer := entry.peers.get(rank)) is not None:
                         self._ranks.order(peer, entry.sender.key, each, now)
-                case state_machine.Released():
-                    self._ctx.copies.then(entry.sender.key, lambda _: self._released(entry), now)
                 case state_machine.Finished(ok, reason):
                     self._finished(entry, ok, reason, now)
 
@@ -483,6 +481,7 @@ class Prefill:
 
     def _finished(self, entry: PromptEntry, ok: bool, reason: str, now: float) -> None:
         key = entry.sender.key
+        self._ctx.copies.then(key, lambda _: self._released(entry), now)
         self._ctx.counters.add("transfers_sent" if ok else "transfers_failed")
         if ok:
             log.debug("sent %s", key)

@@ -242,7 +242,7 @@ class Sender:
         for rank, send in self._open():
             send.machine.local("END")
             out.append(SendTo(rank, m.Failed(self.key, send.attempt, reason)))
-        return [*out, state_machine.Released(), outcome]
+        return [*out, outcome]
 
     # What a D rank says.
 
@@ -485,7 +485,7 @@ class Sender:
             return []
         self.prompt.local("RELEASE")
         failed = any(send.machine.state is SendPhase.ENDED for send in self.sends.values())
-        return [state_machine.Released(), state_machine.Finished(not failed, self.reason if failed else "")]
+        return [state_machine.Finished(not failed, self.reason if failed else "")]
 
     def _all_claimed(self) -> bool:
         return self.expects is not None and self.expects <= self.sends.keys()

@@ -100,10 +100,6 @@ class Post(Decision, frozen=True):
     chunk: Chunk
 
 
-class Released(Decision, frozen=True):
-    """P: no gather will read this prompt's blocks any more."""
-
-
 class Offered(Decision, frozen=True):
     """D: all ranks that hold a part of the prompt have begun. `generation`: of P's weights; None: none do."""
 
@@ -111,7 +107,7 @@ class Offered(Decision, frozen=True):
 
 
 class Finished(Decision, frozen=True):
-    """The one outcome of a transfer; `reason` is empty when it succeeded."""
+    """The one outcome of a transfer; `reason`: "" if it succeeded. P: no gather will read the blocks."""
 
     ok: bool
     reason: str = ""

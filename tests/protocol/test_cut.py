@@ -13,7 +13,7 @@ from p2pkv.protocol.extents import Cutter, Extents
 from p2pkv.protocol.messages import MAX_CUT, MAX_PIECES, Chunk, Offer, Piece, Want
 from p2pkv.protocol.receiver import LoadPhase
 from p2pkv.protocol.sender import PromptPhase, SendPhase
-from p2pkv.protocol.state_machine import Finished, Post, Released, RemoteProtocolError, SendTo, Transmit
+from p2pkv.protocol.state_machine import Finished, Post, RemoteProtocolError, SendTo, Transmit
 
 HALVES = (Piece(0, 2, 3, 0, 9),), (Piece(0, 3, 4, 0, 9),)
 BYTES = 27
@@ -56,7 +56,7 @@ def test_chunks_that_d_has_cut_need_no_announcement() -> None:
     orders = [rig.grant(number, BYTES)[0] for number in (0, 1)]
     assert orders == [Transmit(0, grant(number, BYTES), HALVES[number]) for number in (0, 1)]
     assert rig.sender.sent(orders[0], False) == [SendTo(0, sent(0))]
-    assert rig.sender.sent(orders[1], False) == [SendTo(0, sent(1)), Released(), Finished(True)]
+    assert rig.sender.sent(orders[1], False) == [SendTo(0, sent(1)), Finished(True)]
     assert rig.states == (PromptPhase.RELEASED, [SendPhase.DRAINED])
 
 

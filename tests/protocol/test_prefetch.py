@@ -10,7 +10,7 @@ from p2pkv.protocol import receiver
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Piece, Want
 from p2pkv.protocol.receiver import LoadPhase, Receiver
 from p2pkv.protocol.sender import PromptPhase, SendPhase
-from p2pkv.protocol.state_machine import Finished, Offered, Released, RemoteProtocolError, SendTo, Transmit
+from p2pkv.protocol.state_machine import Finished, Offered, RemoteProtocolError, SendTo, Transmit
 
 
 def pushed() -> Rig:
@@ -84,7 +84,7 @@ def test_a_d_that_has_restarted_counts_its_attempts_anew() -> None:
 def test_a_d_that_has_all_of_it_releases_what_was_withdrawn() -> None:
     rig = pushed()
     rig.sender.unlinked(0, "its link broke")
-    assert rig.want(0, 0) == [Released(), Finished(True)]
+    assert rig.want(0, 0) == [Finished(True)]
 
 
 def test_d_may_let_go_before_it_has_wanted_any_of_it() -> None:

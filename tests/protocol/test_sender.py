@@ -37,7 +37,6 @@ from p2pkv.protocol.state_machine import (
     Decision,
     Finished,
     LocalProtocolError,
-    Released,
     RemoteProtocolError,
     SendTo,
     Transmit,
@@ -61,7 +60,7 @@ def test_a_transfer_that_is_claimed_before_the_prefill_begins() -> None:
     assert rig.states == (PromptPhase.COMPUTED, [SendPhase.SENDING])
     rest = Transmit(0, grant(1, 14 * ROW), (Piece(0, 2, 3, 4, 9), Piece(0, 3, 4, 0, 9)))
     assert rig.grant(1, 14 * ROW) == [rest]
-    assert rig.sender.sent(rest, filler=False) == [SendTo(0, sent(1)), Released(), Finished(True)]
+    assert rig.sender.sent(rest, filler=False) == [SendTo(0, sent(1)), Finished(True)]
     assert rig.states == (PromptPhase.RELEASED, [SendPhase.DRAINED])
     assert rig.done() == [] and rig.states == (PromptPhase.RELEASED, [SendPhase.DONE])
 
@@ -75,7 +74,7 @@ def test_the_pages_are_held_until_every_target_has_read_them() -> None:
     assert rig.done(0) == [] and rig.sender.flush() == []
     assert rig.states == (PromptPhase.COMPUTED, [SendPhase.DONE])
     assert rig.claim(1) == [SendTo(1, offer(ready=True))]
-    assert rig.carry(rig.want(0, 4, rank=1)) == [SendTo(1, sent(0)), Released(), Finished(True)]
+    assert rig.carry(rig.want(0, 4, rank=1)) == [SendTo(1, sent(0)), Finished(True)]
 
 
 def test_an_empty_want_releases_the_pages() -> None:
@@ -87,7 +86,7 @@ def test_an_empty_want_releases_the_pages() -> None:
         PromptPhase.OFFERED,
         [SendPhase.DONE, SendPhase.CLAIMED],
     )
-    assert rig.want(0, 0, rank=1) == [Released(), Finished(True)]
+    assert rig.want(0, 0, rank=1) == [Finished(True)]
     assert rig.compute() == rig.sender.flush() == rig.sender.abort("late") == []
 
 
@@ -95,12 +94,12 @@ def test_an_empty_want_before_the_offer_releases_the_pages_when_the_prefill_begi
     rig = Rig()
     rig.claim()
     assert rig.want(0, 0) == [] and rig.states == (PromptPhase.HELD, [SendPhase.DONE])
-    assert rig.offer() == [Released(), Finished(True)]
+    assert rig.offer() == [Finished(True)]
 
 
 def test_a_rank_that_owes_nobody_anything_releases_its_pages_at_once() -> None:
     rig = Rig(expects=())
-    assert rig.offer() == [Released(), Finished(True)]
+    assert rig.offer() == [Finished(True)]
 
 
 def test_a_stage_without_kv_layers_has_computed_a_prompt_with_its_last_token() -> None:
@@ -144,8 +143,7 @@ def test_every_row_of_the_prompts_table(state: PromptPhase, event: PromptEvent) 
     assert rig.sender.prompt.state is state
     effects = do(rig, event)
     assert rig.sender.prompt.state is PROMPT[state][event]
-    assert effects.count(Released()) == (1 if rig.sender.prompt.ended else 0)
-    assert len([effect for effect in effects if isinstance(effect, Finished)]) == effects.count(Released())
+    assert len([each for each in effects if isinstance(each, Finished)]) == rig.sender.prompt.ended
 
 
 LEGS: dict[SendPhase, Callable[[], Rig]] = {
@@ -271,7 +269,7 @@ def test_no_lease_runs_while_p_computes_and_nobody_has_claimed() -> None:
     reason = (
         f"D did not answer in time: no word from it about this request for {LEASE:g} s; P has let its KV go"
     )
-    assert rig.sender.tick(5.0 + LEASE) == [Released(), Finished(False, reason)]
+    assert rig.sender.tick(5.0 + LEASE) == [Finished(False, reason)]
 
 
 def test_a_claimed_leg_must_be_renewed_whatever_p_does() -> None:
@@ -284,7 +282,7 @@ def test_a_claimed_leg_must_be_renewed_whatever_p_does() -> None:
         assert rig.sender.deadline == 20.0 + LEASE and rig.sender.tick(20.0 + LEASE - 0.01) == []
         effects = rig.sender.tick(20.0 + LEASE)
         assert isinstance(effects[0], SendTo) and isinstance(effects[0].message, Failed)
-        assert effects[1] == Released() and isinstance(effects[2], Finished)
+        assert isinstance(effects[1], Finished)
 
 
 def test_the_lease_after_completion_runs_until_all_have_claimed_anew_from_each_claim() -> None:
@@ -512,7 +510,6 @@ def test_an_abort_is_said_to_every_open_leg_once() -> None:
     rig.cancel(0)
     assert rig.sender.abort("client left") == [
         SendTo(1, Failed(KEY, 4, "client left")),
-        Released(),
         Finished(False, "client left"),
     ]
     assert rig.states == (PromptPhase.ENDED, [SendPhase.ENDED, SendPhase.ENDED])
@@ -525,11 +522,11 @@ def test_a_cancel_of_every_target_releases_the_pages_once_the_prefill_has_begun(
     rig = claimed()
     rig.claim(1)
     assert rig.cancel(0) == []
-    assert rig.cancel(1) == [Released(), Finished(False, "D cancelled: enough")]
+    assert rig.cancel(1) == [Finished(False, "D cancelled: enough")]
     rig = Rig()
     rig.claim()
     assert rig.cancel() == [] and rig.states == (PromptPhase.HELD, [SendPhase.ENDED])
-    assert rig.offer() == [Released(), Finished(False, "D cancelled: enough")]
+    assert rig.offer() == [Finished(False, "D cancelled: enough")]
 
 
 def test_a_lost_target_ends_its_leg_only() -> None:
@@ -538,7 +535,7 @@ def test_a_lost_target_ends_its_leg_only() -> None:
     assert rig.sender.lost(0, "gone") == [SendTo(0, Failed(KEY, 1, "gone"))]
     assert rig.sender.lost(0, "gone") == [] == rig.sender.lost(7, "never seen")
     rig.want(rank=1)
-    assert rig.carry(rig.compute())[-2:] == [Released(), Finished(False, "gone")]
+    assert rig.carry(rig.compute())[-1:] == [Finished(False, "gone")]
 
 
 def test_a_link_that_breaks_costs_what_it_carried_and_not_what_waits() -> None:
@@ -567,4 +564,4 @@ def test_a_grant_from_before_its_claim_takes_no_chunk_of_it() -> None:
     rig.claim()
     assert rig.want() == [SendTo(0, WHOLE)]
     assert rig.sender.sent(early, filler=True) == [SendTo(0, sent(0, filler=True))]
-    assert rig.carry([SendTo(0, WHOLE)]) == [SendTo(0, sent(0)), Released(), Finished(True)]
+    assert rig.carry([SendTo(0, WHOLE)]) == [SendTo(0, sent(0)), Finished(True)]
