@@ -14,7 +14,6 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
-from msgspec import Struct
 
 from p2pkv.interleave import MAX_CYCLE, Common, Part, common
 from p2pkv.sharding import Interval, Overlap, Shape, ShardingError, overlaps
@@ -42,7 +41,7 @@ class _Need(NamedTuple):
         return len(self.layer.cells) * self.width
 
 
-class Edge(Struct, frozen=True, array_like=True):
+class Edge(msgspec.Struct, frozen=True, array_like=True):
     """What one P rank sends to one D rank of one KV group: layers and heads, of the tokens that both keep.
 
     A plan has at most one edge for each (source, target, group). It does not say which tokens D wants.
@@ -68,7 +67,7 @@ class Edge(Struct, frozen=True, array_like=True):
     tokens: Common | None = None
 
 
-class Plan(Struct, frozen=True, dict=True):
+class Plan(msgspec.Struct, frozen=True, dict=True):
     """Everything that a D engine needs from a P engine: each (group, layer, head, token) cell of each D rank
     once. `edges` are ordered by source, then target, then group."""
 

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Mapping
 
 import msgspec
-from msgspec import Raw
 
 from .bodies import decoded
 from .http import PAIRED
@@ -19,7 +18,7 @@ from .upstream import EVENT_END
 _WAIT_SECONDS = 0.5
 """At the end of D's answer, for P's: D got P's KV before P's own answer was written."""
 
-Counts = dict[str, Raw]
+Counts = dict[str, msgspec.Raw]
 
 
 class _Counted(msgspec.Struct):
@@ -38,7 +37,7 @@ _DETAILS: Mapping[str, str] = {
     "/v1/responses": "input_tokens_details",
 }
 # At /v1/messages they stand in the usage itself, and what was cached is not counted among the others.
-_NULL = Raw(b"null")
+_NULL = msgspec.Raw(b"null")
 _READ, _OF_THE_PROMPT = "cache_read_input_tokens", ("input_tokens", "cache_creation_input_tokens")
 
 COUNTS = {path: f'"{_DETAILS.get(path, _READ)}":'.encode() for path in PAIRED}

@@ -14,7 +14,6 @@ from typing import Any, Self
 
 import aiohttp
 import msgspec
-from aiohttp import AddrInfoType
 from aiohttp.abc import AbstractStreamWriter
 from multidict import CIMultiDictProxy
 
@@ -147,7 +146,7 @@ def _closed_unanswered(error: Exception) -> bool:
     return isinstance(error, ConnectionError | aiohttp.ClientOSError)
 
 
-def _socket(place: AddrInfoType) -> socket.socket:
+def _socket(place: aiohttp.AddrInfoType) -> socket.socket:
     """One whose connection breaks when the other host is gone."""
     made = socket.socket(*place[:3])  # its family, kind and protocol
     made.setblocking(False)

@@ -16,7 +16,6 @@ from typing import TypeVar
 import msgspec
 import psutil  # as torch it comes with vLLM
 import torch
-from msgspec import Struct
 
 import p2pkv
 from p2pkv import plugin
@@ -135,7 +134,7 @@ def interface_of(own: str) -> str | None:
     return known.get(own.partition("%")[0])
 
 
-class PeerReport(Struct, frozen=True, forbid_unknown_fields=True):
+class PeerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One side. `link`: as instances compare it; `way`: how it reaches the other; `network`: for NCCL."""
 
     p2pkv: str
@@ -151,7 +150,7 @@ class PeerReport(Struct, frozen=True, forbid_unknown_fields=True):
         return cls(p2pkv.__version__, PROTOCOL_VERSION, plugin.vllm_version() or "none", link, way, network)
 
 
-class DoctorMessage(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+class DoctorMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """From one doctor to the other."""
 
 

@@ -23,10 +23,8 @@ import threading
 from collections.abc import Callable
 
 import msgspec
-from msgspec import Struct
 
 from p2pkv.control import discovery
-from p2pkv.control.discovery import Ping, Workload
 from p2pkv.control.pinger import Addresses, OnPartners
 from p2pkv.control.warm_up_prompts import WarmUp
 
@@ -42,25 +40,25 @@ STOP = b"stop"
 """In place of the last beat."""
 
 
-class EngineHealth(Struct, frozen=True):
+class EngineHealth(msgspec.Struct, frozen=True):
     """Whether requests may come to the instance, as its worker sees it."""
 
     trouble: str = ""
     """Why it is not to be announced, in words; "" if it is."""
     paused: bool = False
     """It takes no new requests: vLLM's /pause has been called, and /resume has not, or it is stopping."""
-    workload: Workload | None = None
+    workload: discovery.Workload | None = None
     """Of its scheduler; None if that is not known."""
     at: float = 0.0
     """When that was so, by this host's monotonic clock."""
 
 
-class Announcement(Struct, frozen=True, kw_only=True):
+class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     """The child's task."""
 
     proxies: tuple[str, ...]
     """host:port of the discovery socket of each proxy that is pinged."""
-    ping: Ping
+    ping: discovery.Ping
     interval: float = discovery.PING_INTERVAL
     """Seconds between two pings."""
     stall_seconds: float = 120.0

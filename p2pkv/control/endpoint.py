@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import zmq
 
 from p2pkv.control import security
-from p2pkv.control.security import HandshakeMonitor, Members, Server
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import MAX_MESSAGE_BYTES, Inspect, Report, decode, encode
 from p2pkv.trust import Networks
@@ -88,7 +87,7 @@ class Connection:
         self.tag: object = None
         self._socket = socket
         self._identity = identity
-        self._watch: HandshakeMonitor | None = None
+        self._watch: security.HandshakeMonitor | None = None
         self._several = False
         self._held: list[bytes] = []
 
@@ -208,10 +207,10 @@ class Endpoint:
     def __init__(
         self,
         address: Address | None,
-        members: Members | None = None,
+        members: security.Members | None = None,
         allowed: Networks | None = None,
         patience: float = security.HANDSHAKE_SECONDS,
-        dials: Server = "rank",
+        dials: security.Server = "rank",
         most: int = MAX_MESSAGE_BYTES,
         queue: int = 10_000,
     ) -> None:
@@ -219,7 +218,7 @@ class Endpoint:
         self._members = members
         self._allowed = allowed
         self._patience = patience
-        self._dials: Server = dials
+        self._dials: security.Server = dials
         self._most = most
         self._queue = queue
         self._context = zmq.Context(1 + NAME_THREADS)
@@ -241,7 +240,7 @@ class Endpoint:
         self._watch_for(self._asked, self._admit)
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._watch = HandshakeMonitor(self._router)
+        self._watch = security.HandshakeMonitor(self._router)
         self._watch_for(self._watch.socket, self._refused)
         if address is not None:
             self._listen(address)
@@ -309,7 +308,7 @@ class Endpoint:
             socket.setsockopt(zmq.TCP_MAXRT, 10_000)
         # Else a host that was away and drops packets is tried again up to a minute after it is back.
         socket.setsockopt(zmq.CONNECT_TIMEOUT, int(min(self._patience, CONNECT_SECONDS) * 1000))
-        connection._watch = watch = HandshakeMonitor(socket, dials=True)
+        connection._watch = watch = security.HandshakeMonitor(socket, dials=True)
         self._watch_for(watch.socket, lambda: self._look_after(connection, watch))
         socket.connect(f"tcp://{address}")
         self._poller.register(socket, zmq.POLLIN)
@@ -407,7 +406,7 @@ class Endpoint:
                 reason = f"a connection to {self._address} was refused: {failure.detail}"
                 self._failures.append(ConnectionFailure(None, reason, quiet=not failure.spoke))
 
-    def _look_after(self, connection: Connection, watch: HandshakeMonitor) -> None:
+    def _look_after(self, connection: Connection, watch: security.HandshakeMonitor) -> None:
         failure, now = next(watch.failures(), None), time.monotonic()
         if failure is None:
             return
@@ -483,7 +482,7 @@ def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:
 
 
 def inspect(
-    address: Address, seconds: float = 2.0, members: Members | None = None
+    address: Address, seconds: float = 2.0, members: security.Members | None = None
 ) -> dict[str, int | float | str]:
     """Counters and gauges of the rank that listens at `address`; `members` if it has a secret.
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from p2pkv.control import discovery
-from p2pkv.control.discovery import PING_INTERVAL, Ping
 from p2pkv.control.endpoint import Connection, Endpoint
 from p2pkv.control.security import Members
 from p2pkv.log import RateLimit
@@ -21,7 +20,7 @@ Addresses = tuple[str, ...]
 OnPartners = Callable[[Addresses], None]
 """Takes the partners that proxies have named."""
 
-_NAMED_SECONDS = 20 * PING_INTERVAL
+_NAMED_SECONDS = 20 * discovery.PING_INTERVAL
 """Seconds that partners named by a silent proxy stay valid, while another proxy answers."""
 
 _LOOK_SECONDS = 0.25
@@ -60,10 +59,10 @@ class Pinger:
     def __init__(
         self,
         proxies: str | Iterable[str],
-        ping: Ping,
-        interval: float = PING_INTERVAL,
+        ping: discovery.Ping,
+        interval: float = discovery.PING_INTERVAL,
         members: Members | None = None,
-        current: Callable[[], Ping | None] | None = None,
+        current: Callable[[], discovery.Ping | None] | None = None,
         on_partners: OnPartners = lambda addresses: None,
     ) -> None:
         self._addresses = [*map(Address.parse, [proxies] if isinstance(proxies, str) else proxies)]

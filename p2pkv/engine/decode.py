@@ -23,11 +23,10 @@ from p2pkv.kv.cache import CachedTables, Rectangles
 from p2pkv.kv.layouts import Bounds, Tokens
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
-from p2pkv.protocol import state_machine
 from p2pkv.protocol.extents import Extents
 from p2pkv.protocol.handshake import Assignment, is_engine_of, unfit
 from p2pkv.protocol.receiver import LoadPhase, Receiver
-from p2pkv.protocol.state_machine import Decision, RemoteProtocolError
+from p2pkv.protocol.state_machine import Decision, Finished, Offered, Post, RemoteProtocolError, SendTo
 
 MAX_TRIES = 3
 """How often a request asks ranks of one P anew whose Hellos contradict each other."""
@@ -604,18 +603,18 @@ class Decode:
         effects, key = self._ctx.effects, entry.expect.key
         for each in decided:
             match each:
-                case state_machine.SendTo(rank, message):
+                case SendTo(rank, message):
                     if (peer := entry.peers.get(rank)) is not None:
                         effects.append(SendMessage(peer, message))
-                case state_machine.Post(rank, chunk):
+                case Post(rank, chunk):
                     if (peer := entry.peers.get(rank)) is not None:
                         reserve = RESERVED_CHUNKS * self._ctx.options.chunk_bytes if entry.prefetch else 0
                         self._ranks.announced(peer, from_prefill.WaitingChunk(key, chunk, reserve))
-                case state_machine.Offered(generation):
+                case Offered(generation):
                     effects.append(Emit(do.Begun(key, generation)))
                     if entry.want_pending:
                         self._want(entry, now)
-                case state_machine.Finished(ok, reason):
+                case Finished(ok, reason):
                     self._finished(entry, ok, reason, now)
 
     def _finished(self, entry: RequestEntry, ok: bool, reason: str, now: float) -> None:

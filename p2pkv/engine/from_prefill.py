@@ -25,7 +25,6 @@ from p2pkv.pairing import Address
 from p2pkv.plan import Edge, Plan
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import DialState, Refused, RowFormat, negotiate, unfit, verified
-from p2pkv.protocol.messages import Chunk, Sent
 
 IDLE_SECONDS = 60.0
 """Seconds without a request after which the connection to a rank of P is closed."""
@@ -57,7 +56,7 @@ class ReceivePosted(Effect, frozen=True, eq=False):
 
     peer: PrefillPeer
     key: str
-    chunk: Chunk
+    chunk: m.Chunk
     link: int
     slot: int
 
@@ -91,7 +90,7 @@ class WaitingChunk(NamedTuple):
     """A chunk that waits for a receive. `reserve`: bytes of the rank's staging that must stay free then."""
 
     key: str
-    chunk: Chunk
+    chunk: m.Chunk
     reserve: int
 
 
@@ -102,8 +101,8 @@ class PostedReceive:
 
     receive: Receive
     key: str
-    chunk: Chunk
-    sent: Sent | None = None
+    chunk: m.Chunk
+    sent: m.Sent | None = None
     live: bool = True
 
     @property
@@ -125,7 +124,7 @@ class InboundLink:
     _together: int = 0
     """How many receives are launched together next; `_following`: of so many `Sent` has yet to come."""
     _following: int = 0
-    _waited: Chunk | None = None
+    _waited: m.Chunk | None = None
     _inbound: Inbound | None = None
     _up: bool = False
     """Whether the link's two ends have met, or never will."""
@@ -223,7 +222,7 @@ class InboundLink:
         """This transfer has ended: post no receive for its chunks any more."""
         self.waiting = deque(each for each in self.waiting if each.key != key)
 
-    def sent(self, message: Sent) -> None:
+    def sent(self, message: m.Sent) -> None:
         """P launches a send: launch the oldest posted receive without a `Sent`, too, or all that go together
         when the last `Sent` of them has come. Raises LinkError if P names another chunk than its: which
         receive holds what is then unknown."""
@@ -465,7 +464,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         if message.link == peer.link.number:
             self.lose_link(peer, f"{peer.address} aborted the link: {message.reason}", now, notify=False)
 
-    def sent(self, peer: PrefillPeer, message: Sent, now: float) -> bool:
+    def sent(self, peer: PrefillPeer, message: m.Sent, now: float) -> bool:
         """P has sent a chunk: its receive may be launched; False if the link is then lost."""
         try:
             peer.link.sent(message)

@@ -22,10 +22,9 @@ from p2pkv.kv.cache import CachedTables, Rectangles
 from p2pkv.kv.layouts import Bounds, Tokens
 from p2pkv.links.base import Send
 from p2pkv.protocol import messages as m
-from p2pkv.protocol import state_machine
 from p2pkv.protocol.handshake import is_engine_of
 from p2pkv.protocol.sender import PromptPhase, Sender
-from p2pkv.protocol.state_machine import RemoteProtocolError, Transmit
+from p2pkv.protocol.state_machine import Decision, Finished, RemoteProtocolError, SendTo, Transmit
 
 MAX_ENDED = 1024
 """Failed transfers whose reasons are kept for late claims."""
@@ -456,11 +455,11 @@ class Prefill:
     def finished(self) -> bool:
         return not any(self.live(*self.entries))
 
-    def _apply_decisions(self, entry: PromptEntry, decided: list[state_machine.Decision], now: float) -> None:
+    def _apply_decisions(self, entry: PromptEntry, decided: list[Decision], now: float) -> None:
         effects = self._ctx.effects
         for each in decided:
             match each:
-                case state_machine.SendTo(rank, message):
+                case SendTo(rank, message):
                     if (peer := entry.peers.get(rank)) is not None:
                         effects.append(SendMessage(peer, message))
                         if self._ctx.copies_synchronously:
@@ -469,10 +468,10 @@ class Prefill:
                             self._ctx.idle_work.append(partial(self._prepare, entry, peer, message))
                         elif isinstance(message, m.Offer) and message.ready:
                             self._ctx.idle_work.append(partial(self._prepare_all, entry, peer, message.ready))
-                case state_machine.Transmit(rank):
+                case Transmit(rank):
                     if (peer := entry.peers.get(rank)) is not None:
                         self._ranks.order(peer, entry.sender.key, each, now)
-                case state_machine.Finished(ok, reason):
+                case Finished(ok, reason):
                     self._finished(entry, ok, reason, now)
 
     def _released(self, entry: PromptEntry) -> None:

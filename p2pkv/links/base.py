@@ -37,7 +37,6 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 import torch
-from msgspec import Meta, Struct
 
 from p2pkv.links.staging import StagingBudget, StagingShare
 from p2pkv.trust import Networks
@@ -191,10 +190,10 @@ MAX_BLOB_BYTES = 4096
 MAX_STUCK = 16
 NONCE_BYTES = 16
 
-Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
-class SetupBlob(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
+class SetupBlob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
     """An invitation or an acceptance of one kind of link, its tag. `name`: which of the two, for people."""
 
     name: ClassVar[str]

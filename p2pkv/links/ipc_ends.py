@@ -21,7 +21,6 @@ from p2pkv.links import ipc_socket
 from p2pkv.links.base import NONCE_BYTES, Guard, Inbound, LinkError, Outbound
 from p2pkv.links.cuda_memory import CudaMemory, ExportedBlock, open_block
 from p2pkv.links.gpu import CudaDevice, DevicePool, HelperThreads, PollTimer, SlotTensors, wait_out
-from p2pkv.links.ipc_socket import Closed, Record, RecordSocket
 from p2pkv.links.listener import HandshakeListener
 from p2pkv.links.shared_memory import from_remote_slot, to_remote_slot
 from p2pkv.links.staging import StagingBudget, StagingShare, aligned
@@ -108,7 +107,7 @@ class IpcInbound(Inbound):
         self._arrived = 0
         self._posted: deque[IpcReceive] = deque()  # P has not filled them yet
         self._held: set[IpcReceive] = set()  # filled, and not released
-        self._line: RecordSocket | None = None
+        self._line: ipc_socket.RecordSocket | None = None
         self._left = False
         self._timer = PollTimer()
         self._announced = 0
@@ -140,13 +139,13 @@ class IpcInbound(Inbound):
             if self._line is None:
                 if (caller := self._door.admit()) is not None:
                     assert self._shared.block is not None
-                    self._line = RecordSocket(caller)
+                    self._line = ipc_socket.RecordSocket(caller)
                     self._line.send_fd(self._shared.block.fd)
                 return
             self._line.flush()
             for record in self._line.records():
                 self._read(record)
-        except Closed as end:
+        except ipc_socket.Closed as end:
             raise self.guard.fail(str(end)) from None
 
     def launch(self, count: int = 1) -> None:
@@ -182,18 +181,18 @@ class IpcInbound(Inbound):
             give_back = partial(self._give_back, read, offsets, awaited)
             self._shared.aborts.run("p2pkv-ipc-abort-D", ABORT_SECONDS, give_back)
 
-    def _read(self, record: Record) -> None:
+    def _read(self, record: ipc_socket.Record) -> None:
         if record.what == ipc_socket.MAPPED:
             self.up = True
         elif record.what == ipc_socket.COMMITTED:
             self._fill(record)
         elif record.what == ipc_socket.GOODBYE:
             self._left = True
-            raise Closed("closed by the peer")
+            raise ipc_socket.Closed("closed by the peer")
         else:
             raise self.guard.fail(f"the peer sent a record of kind {record.what}, which P does not send")
 
-    def _fill(self, record: Record) -> None:
+    def _fill(self, record: ipc_socket.Record) -> None:
         if not self._posted or record.sequence != self._arrived:
             raise self.guard.fail(
                 f"the peer has sent message {record.sequence} where message {self._arrived} was next"
@@ -217,7 +216,7 @@ class IpcInbound(Inbound):
             self._held.add(receive)
         self._line.send(ipc_socket.TAKEN, record.sequence)
 
-    def _give_back(self, read: CudaEvent, offsets: list[int], line: RecordSocket | None) -> None:
+    def _give_back(self, read: CudaEvent, offsets: list[int], line: ipc_socket.RecordSocket | None) -> None:
         """On a helper thread: the slots are free when neither side reads or writes them any more."""
         self._shared.device.enter()
         if line is not None:
@@ -252,7 +251,7 @@ class IpcSend:
 class IpcOutbound(Outbound):
     """P's end. It needs no memory of this rank."""
 
-    def __init__(self, shared: IpcContext, line: RecordSocket, name: bytes, nbytes: int) -> None:
+    def __init__(self, shared: IpcContext, line: ipc_socket.RecordSocket, name: bytes, nbytes: int) -> None:
         self.guard = Guard("the CUDA IPC link to a peer")
         self._shared = shared
         self._line = line
@@ -306,7 +305,7 @@ class IpcOutbound(Outbound):
                 self._read(record)
             self._announce()
             self._line.flush()
-        except Closed as end:
+        except ipc_socket.Closed as end:
             raise self.guard.fail(str(end)) from None
         except RuntimeError as error:
             raise self.guard.fail(f"the device has failed: {error}") from None
@@ -324,7 +323,7 @@ class IpcOutbound(Outbound):
         self._shared.device.enter()
         wait_out(written)
         mapped.clear()  # unmaps it, if no other link and no tensor of the engine holds it
-        with contextlib.suppress(Closed):
+        with contextlib.suppress(ipc_socket.Closed):
             self._line.send(ipc_socket.GOODBYE)
         self._line.close()
 
@@ -361,7 +360,7 @@ class IpcOutbound(Outbound):
         finally:
             os.close(fd)
 
-    def _read(self, record: Record) -> None:
+    def _read(self, record: ipc_socket.Record) -> None:
         oldest = self._unfinished[0].sequence if self._unfinished else None
         if record.what != ipc_socket.TAKEN or record.sequence != oldest:
             raise self.guard.fail(
