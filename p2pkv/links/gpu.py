@@ -1,8 +1,6 @@
 """What links between GPUs stand on: a device and its streams, slots in its memory, and helper threads for the
 calls that may wait for a peer or for the device: the engine's thread must not wait with them."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -5,8 +5,6 @@ message makes NCCL connect the two, so that a request finds a warm link. A commu
 come up, or whose abort does not return, is abandoned with its thread; the pair then builds another.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from typing import Annotated

@@ -1,7 +1,5 @@
 """What a rank's NCCL links share, and NCCL's communicators as they come up, on helper threads."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

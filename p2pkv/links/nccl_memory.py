@@ -3,8 +3,6 @@
 docs/decisions/nccl-memory.md explains the terms. On a card only one sum was measured: this is an expectation.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from enum import IntEnum
