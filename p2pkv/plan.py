@@ -95,7 +95,6 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _by_rank(self) -> tuple[dict[int, list[Edge]], dict[int, list[Edge]]]:
-        """The edges by P's rank, and by D's."""
         sources, targets = defaultdict[int, list[Edge]](list), defaultdict[int, list[Edge]](list)
         for edge in self.edges:
             sources[edge.source].append(edge)

@@ -161,7 +161,6 @@ class Shape(Struct, frozen=True, array_like=True, dict=True):
 
     @property
     def world(self) -> int:
-        """The number of ranks."""
         return len(self.layers) * self.width
 
     @cached_property

@@ -98,7 +98,6 @@ def described(proxy: Proxy, instance: Instance) -> dict[str, Any]:
 
 
 async def instances_page(proxy: Proxy, request: web.Request) -> web.Response:
-    """GET /instances."""
     proxy.guard.look(request)
     return web.json_response({"instances": [described(proxy, each) for each in proxy.instances()]})
 

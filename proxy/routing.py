@@ -210,7 +210,6 @@ class _FleetCache:
         return self.registry.alive(instance, now), instance.silent(now), instance.breaker.admits(now)
 
     def is_valid(self, now: float) -> bool:
-        """Whether all of this is still true."""
         return (
             self._version == self.registry.version
             and self.now <= now <= self._until

@@ -269,7 +269,6 @@ class Proxy:
                 moved[wants] += attempt.move()
 
     def counted(self) -> dict[str, int]:
-        """What has been counted since the start."""
         return {
             **asdict(self.counters),
             **{f"first_token_{why}": self.first_tokens.from_decode[why] for why in REASONS},

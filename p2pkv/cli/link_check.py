@@ -194,7 +194,6 @@ _decoder = msgspec.msgpack.Decoder(CheckRequest | Invite | Accept | Granted | Ch
 
 
 def compare(mine: PeerReport, theirs: PeerReport) -> Iterator[Finding]:
-    """What the two sides are, and whether they fit."""
     sides, of_p2pkv = ("this side", "the other"), "install the same version of p2pkv on both"
     yield same("p2pkv", mine.p2pkv, theirs.p2pkv, sides, "install the same version on both")
     yield same("protocol", str(mine.protocol), str(theirs.protocol), sides, of_p2pkv)

@@ -225,7 +225,6 @@ class Decode:
                         del table[address]
 
     def entries_of(self, peer: PrefillPeer) -> list[RequestEntry]:
-        """The requests that need this rank of P."""
         return list(self._by_rank.get(peer.address, {}).values())
 
     @property

@@ -156,7 +156,6 @@ class ColumnCopier:
 
 
 def kernel_source() -> str:
-    """The kernels' text, CUDA C."""
     return files("p2pkv.kv").joinpath("kernels.cu").read_text(encoding="utf-8")
 
 

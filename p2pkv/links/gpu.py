@@ -105,7 +105,6 @@ class PollTimer:
         self._nbytes, self._began = nbytes, time.monotonic()
 
     def end(self) -> None:
-        """It is done."""
         if self._nbytes >= LEAST_PACED:
             self._took.append((time.monotonic() - self._began) / self._nbytes)
         self._nbytes = 0

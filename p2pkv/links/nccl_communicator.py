@@ -49,7 +49,6 @@ class BusyEnds:
         return False
 
     def __iter__(self) -> Iterator[Any]:
-        """The ends that are inside."""
         return iter(self._inside)
 
     @property

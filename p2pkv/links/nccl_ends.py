@@ -323,8 +323,6 @@ class NcclEnd(LinkEnd):
 
 
 class NcclReceive(Operation):
-    """One posted receive."""
-
     __slots__ = ("remote_slot",)
 
     def __init__(self, link: NcclInbound, offset: int, nbytes: int) -> None:
@@ -381,8 +379,6 @@ class NcclSend(Operation):
 
 
 class NcclOutbound(NcclEnd, Outbound):
-    """P's end."""
-
     rank = 0
     what = "the NCCL link to a peer"
 
