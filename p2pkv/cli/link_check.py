@@ -83,25 +83,18 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
         yield Finding(role, sentence, ok=fits and not stopped)
         for number, rank in enumerate(ranks):
             if odd := [each for each in ("fit", "link", "addresses") if rank.get(each) != first.get(each)]:
-                differ = fit_differences(str(rank.get("fit", "")), str(first.get("fit", ""))) or odd
+                differ = [*fit_differences(str(rank.get("fit", "")), str(first.get("fit", "")))] or odd
                 sentence = f"it and rank 0 differ in {' and '.join(differ)}: start all with the same files"
                 yield Finding(f"{role} rank {number}", sentence, ok=False)
     if len(firsts) == 2:
         one, two = firsts
         yield same("link", str(one.get("link")), str(two.get("link")), ("P", "D"), SAME_NCCL)
-        on_p, on_d = (str(each.get("fit", "")) for each in (one, two))
-        differ = [
-            f"{name} ({' and '.join(values(name, on_p, on_d))})" for name in fit_differences(on_p, on_d)
-        ]
+        found = fit_differences(str(one.get("fit", "")), str(two.get("fit", "")))
+        differ = [f"{name} ({' and '.join(each)})" for name, each in found.items()]
         sentence = f"{one.get('model')} on P and {two.get('model')} on D may be a pair"
         if differ:
             sentence = f"they are no pair: {' and '.join(differ)} differ (docs/compatibility.md)"
         yield Finding("fit", sentence, ok=not differ)
-
-
-def values(name: str, *fits: str) -> list[str]:
-    """What these texts of `Ping.fit` have of this name."""
-    return [dict(each.partition("=")[::2] for each in fit.split(", ")).get(name, "none") for fit in fits]
 
 
 def same(what: str, one: str, two: str, sides: tuple[str, str], advice: str) -> Finding:

@@ -131,12 +131,13 @@ class Ping(Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{field} of a discovery ping: {error}") from None
 
 
-def fit_differences(one: str, other: str) -> tuple[str, ...]:
-    """In what two texts of `Ping.fit` differ, by name."""
-    if not (one and other):
-        return ("protocol",)
+def fit_differences(one: str, other: str) -> dict[str, tuple[str, str]]:
+    """In what two texts of `Ping.fit` differ: by name, what each has."""
     here, there = (dict(word.partition("=")[::2] for word in fit.split(", ")) for fit in (one, other))
-    return tuple(name for name in here | there if here.get(name) != there.get(name))
+    names = [name for name in here | there if here.get(name) != there.get(name)]
+    if not (one and other):
+        names = ["protocol"]
+    return {name: (here.get(name, "none"), there.get(name, "none")) for name in names}
 
 
 class PartnersAnswer(Struct, frozen=True, kw_only=True):

@@ -425,4 +425,4 @@ _ORDER = attrgetter("order")
 
 def differences(one: Instance, other: Instance) -> tuple[str, ...]:
     """In what the pings of two that do not fit differ, by name."""
-    return fit_differences(one.ping.fit, other.ping.fit) or ("the order of words",)
+    return tuple(fit_differences(one.ping.fit, other.ping.fit)) or ("the order of words",)
