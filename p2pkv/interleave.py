@@ -75,7 +75,6 @@ class Common(Struct, frozen=True, array_like=True, dict=True):
         return self.source.positions(self._tokens(start, stop))
 
     def on_target(self, start: int, stop: int) -> Positions:
-        """The same on D's rank."""
         return self.target.positions(self._tokens(start, stop))
 
     def _tokens(self, start: int, stop: int) -> Positions:

@@ -172,7 +172,6 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
 
     @property
     def _schedulers(self) -> list[ProducerScheduler | ConsumerScheduler]:
-        """One, or P's and D's."""
         return [scheduler for scheduler in (self.producer, self.consumer) if scheduler is not None]
 
     def _beat(self, orphaned: bool) -> Beat:

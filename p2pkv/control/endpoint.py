@@ -154,14 +154,10 @@ class ConnectionFailure(NamedTuple):
 
 
 class _PollFd(ctypes.Structure):
-    """struct pollfd."""
-
     _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
 
 
 class _TimeSpec(ctypes.Structure):
-    """struct timespec."""
-
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 

@@ -390,8 +390,6 @@ class DecodePeer:
 
 
 class DecodePeers(Peers[DecodeRank, DecodePeer]):
-    """The ranks of D."""
-
     def __init__(self, context: Context) -> None:
         super().__init__()
         self._ctx = context

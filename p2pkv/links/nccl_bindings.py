@@ -92,11 +92,6 @@ def advice(error: NcclError, version: int) -> str:
     return f"; if P and D share a GPU: {way} (docs/operations.md)"
 
 
-def _power_of_two(channels: int) -> int:
-    """What NCCL makes of so many channels, for sends and receives (ncclTopoComputeP2pChannels, paths.cc)."""
-    return int(1 << (channels - 1).bit_length())
-
-
 def _variable(variable: str) -> int | None:
     """The environment's number of this name; None if there is none that NCCL would take."""
     value = os.environ.get(variable, "")
@@ -142,7 +137,8 @@ class Nccl:
         self._nccl = nccl
         self._most = min(channels, MOST_CTAS)
         self.binding = binding
-        self.channels = _power_of_two(_variable(MAX_CTAS) or self._most)
+        # NCCL makes it a power of two, for sends and receives (ncclTopoComputeP2pChannels, paths.cc).
+        self.channels = 1 << ((_variable(MAX_CTAS) or self._most) - 1).bit_length()
 
     def version(self) -> int:
         """The loaded library's number, 23203 for 2.32.3."""
