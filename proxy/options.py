@@ -118,7 +118,7 @@ def make_parser() -> argparse.ArgumentParser:
         "pages and drains, where proxies share a port")
     add("--api-key", [], _key, "KEY",
         "clients have to show this key, which goes on to the instances; repeat the option for others. Safer "
-        "in the environment or the file")
+        "in the environment, where commas separate keys, or the file")
     add("--tenants", None, read_tenants, "FILE",
         "a TOML file with tenants: API keys, limits and weights of each; without it all requests are alike")
     add("--tenant-header", None, settings.header, "NAME",
