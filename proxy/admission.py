@@ -76,7 +76,6 @@ class RequestPlace:
 
     Attributes:
         mode: what P was to do for it when it came.
-        key: by which breakers know it.
         progress: what placement by cost learns from it; None without it.
         expecting: the P that has been chosen and has yet to be asked.
         paid: tokens of its answer for which its tenant has paid.

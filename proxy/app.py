@@ -400,16 +400,10 @@ def make_app(
 
     Args:
         discovery: ZMQ endpoint on which to listen for pings, such as tcp://127.0.0.1:30001.
-        limits: how much it takes on.
         members: whose pings `discovery` takes; None for all.
         plain_discovery: a second endpoint, which takes all.
-        routing: how it chooses instances.
-        guard: who may ask, who may see instances, and who may drain them.
-        log_requests: write a line for each request.
         tracing: makes the spans of requests, and is closed at the end.
         listed: instances that are there without a ping, as long as their /health answers.
-        tenants: whose requests they are; None if all are alike.
-        cors: what browsers may do from pages of other origins.
 
     Raises OSError at start-up if an endpoint cannot be bound.
     """

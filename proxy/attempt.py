@@ -62,7 +62,6 @@ class Outcome:
 
     Attributes:
         response: what the client gets if there is no other attempt, or has got.
-        end: how the call ended that ended the attempt.
     """
 
     response: web.StreamResponse
@@ -524,8 +523,7 @@ class Attempt:
                 return self._failed(self._why_decode_failed(verdict), 500)
             if not 400 <= status < 600:
                 # A redirection is no answer: it would send the client to the instance.
-                why = f"The decode instance answered {status}, which is no answer to a request."
-                return self._failed(why)
+                return self._failed(f"The decode instance answered {status}, which answers no request.")
             return refusal(error.reply, self._scrubber)
         if error.end is CallEnd.ERROR:
             if _names_no_reason(error.detail):

@@ -118,7 +118,6 @@ def assign_blame(
     """What follows when the call to P, or to D, has ended.
 
     Args:
-        role: whose call it is.
         other: how far the call to the other one is. A P whose pings have stopped counts as SILENT, and one
             that has sent its goodbye as STOPPED, even while its call is open.
         begun: bytes of D's answer have gone to the client.

@@ -31,7 +31,6 @@ class Continuation:
 
     Args:
         context: tokens of the model's context; not needed unless `wanted.needs_context`.
-        former: what went on with the answer before.
 
     Attributes:
         before: tokens of the answer that are part of this instance's prompt.

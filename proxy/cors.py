@@ -20,7 +20,6 @@ class Cors:
 
     Attributes:
         origins: such as https://chat.example.com; "*" are all.
-        credentials: whether requests may have cookies.
         methods, headers: that requests may have; "*" are all.
     """
 

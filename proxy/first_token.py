@@ -142,7 +142,6 @@ class FirstTokens:
     Attributes:
         on: whether P's tokens are handed on at all.
         at_once: whether P and D are asked at once.
-        from_decode: how many answers of a pair began with D's, by why.
     """
 
     on: bool

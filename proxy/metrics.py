@@ -318,16 +318,10 @@ class RequestRecord:
     """What is known of one client's request, from its arrival to its end; "" stands for what is not known.
 
     Attributes:
-        endpoint: the path, as the metrics name it.
-        client_id: the client's own X-Request-Id.
-        model: that it names.
         unique: the id under which the proxy's log has it.
         way: pair, alone or unpaired.
         status: of the answer; 0 while there is none.
-        tries: how often instances were asked.
         first_token_after: seconds; None if no stream has begun.
-        trace_id: of the trace that the client names.
-        tenant: the name of whose it is, if there are tenants.
     """
 
     metrics: Metrics

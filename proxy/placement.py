@@ -355,7 +355,6 @@ class PlacementCosts:
         on_error: called with each prediction and the seconds that came, of which `latest` has the last ones.
         answer_steps: tokens of an answer after its first, on average.
         from_prefill: share of the first tokens that were P's, of pairs; they have not waited for D.
-        ways: how often each was taken.
     """
 
     pause_weight: float = 0.1

@@ -55,7 +55,6 @@ class RoutingRequest:
 
     Attributes:
         model: that it names; None if it names none.
-        prompt: its length and its beginning.
         session: to which it belongs; "" if it names none.
         tenant: whose it is, for the queue; None if there are no tenants.
         base: the base model of those that serve it, with a tenant; "" if that is not known.

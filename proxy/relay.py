@@ -48,7 +48,6 @@ class Relay:
 
     Attributes:
         head: the part of the answer's body that has been read already.
-        pace: measures a stream.
         most_silence: seconds from one piece of the answer to the next, at most.
         transcript: what the client has of a stream that others could go on with; None if none could.
         continuation: how this instance goes on with it; None if it is the first.
@@ -56,8 +55,6 @@ class Relay:
             which nothing went on.
         prefilled: P's answer, whose count of cached tokens the client gets; None if no P has helped.
         former: the relay that has sent the beginning of this answer; None if this one does.
-        response: to the client.
-        complete: the client has got all of it.
         resumable: the instance ended it too early, and another one can go on. The client has got no error,
             and the response is still open.
         broken: how the instance ended it too early, by itself; None if it did not.

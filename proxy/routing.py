@@ -241,7 +241,6 @@ class Router:
     Args:
         room: requests that one D takes at a time.
         decode_alone: of those, how many whose prompts it computes in a P's place; 0: none.
-        on_error: see PlacementCosts.
     """
 
     def __init__(

@@ -44,8 +44,6 @@ class Proxy:
     Attributes:
         dispatch: whether P and D get a request at once or one after the other.
         background: what goes on although the client has its answer: calls to P, looks at lists of models.
-        guard: whose requests are taken.
-        tenants: whose requests they are; None if all are alike.
     """
 
     session: Client
@@ -340,10 +338,7 @@ class ActiveRequest:
     """One client's request.
 
     Attributes:
-        attempt: its present try at instances, if it has got so far.
         transcript: what the client has of its answer, if another instance could go on with it.
-        failed: the instances that have failed it.
-        cut: it was ended because the proxy stops.
     """
 
     task: asyncio.Task[Any]

@@ -142,8 +142,6 @@ def add_option(
     Args:
         default: False for a flag, a list for one that may be repeated; a text is read as if it were given.
         read: makes its value of a text, or raises ValueError or ArgumentTypeError with a sentence.
-        unit: stands for the value in --help.
-        what: it means, for --help.
         choices: all that it may be; None for anything that can be read.
     """
     if default is False:

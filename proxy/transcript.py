@@ -92,11 +92,8 @@ class Wanted:
     """What a client asked for, as far as a continuation needs it.
 
     Attributes:
-        chat: at /v1/chat/completions.
-        stops: the stop strings.
         kept_back: characters that vLLM may keep back for stop strings.
         overlap: characters before these that a stop string may begin in, although they were sent.
-        shows_ids: the client gets the token ids, too.
         shows_tokens: the client sees single tokens, and not only text.
     """
 
@@ -241,7 +238,6 @@ class Transcript:
         failed: the event, an error of the instance's own, that has come in place of the rest.
         finished: the event with the `finish_reason` has been passed on.
         counted: so has the event with the usage of the whole answer.
-        done: all has been passed on.
         prompt_tokens: of the request; 0 before the first event.
     """
 

@@ -210,11 +210,9 @@ class Call:
     """One POST to one instance. `close` aborts it, by closing the connection.
 
     Attributes:
-        ended: called at its end, for traces.
         tokens: of the prompt, that the instance computes while this call is open; 0 if it is no P.
         may_repeat: asked before the request goes once more, over another connection.
         may_leave: whether the request has anywhere else to go; asked each second while only /health answers.
-        end: how it has ended, or how far it is.
         why: why it has failed; "" if it has not.
         known: set once the instance has accepted or refused the request, or failed.
     """

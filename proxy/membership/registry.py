@@ -51,7 +51,6 @@ class Registry:
 
     Attributes:
         claims_refused: pings under the address of another live instance.
-        full: the D's whose places are all taken.
         lost: those that left lately, whose models are expected back.
         version: grows when an instance comes, goes, or may be given requests and could not before, or the
             other way round; unless time alone is the reason.
