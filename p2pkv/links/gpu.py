@@ -23,7 +23,7 @@ LEAST_PACED = 1 << 20
 PACED = 32
 """Operations of a link of which the fastest says how fast the wire is."""
 
-EARLY, LATE, MARGIN = 0.5, 0.9, 1e-4
+EARLY, LATE, MARGIN = 0.5, 0.9, 2.5e-4
 """An operation is looked at MARGIN seconds before it is thought to end, at the latest after LATE of the time
 that it is thought to take, never before EARLY of it."""
 
