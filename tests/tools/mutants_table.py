@@ -153,7 +153,7 @@ Prefill.fill: pages are taken back in the middle of a gather
 == proxy/relay.py > tests/proxy/test_membership.py::test_each_request_goes_to_the_engines_that_its_id_names
 to_instance: the proxy sends no X-data-parallel-rank
 ~ if instance.replica is not None: => if False:
-> tests/proxy/test_hung.py::test_a_client_that_reads_slowly_is_not_ds_silence
+> tests/proxy/test_blame.py::test_a_client_that_reads_slowly_is_not_ds_silence
 Relay._watch: a client that reads slowly counts as a silent D
 ~ (waited, 0.0) if self._writing => (waited, waited) if self._writing
 > tests/proxy/test_failures.py::test_a_d_that_dies_in_its_stream_leaves_an_error_event
@@ -372,10 +372,10 @@ _Worker.follow: the process that announces outlives a worker that has not read a
 _Worker.ping: an instance in trouble is announced (K4)
 ~ if silent or last.trouble: => if silent:
 == proxy/membership/prober.py
-> tests/proxy/test_hung.py::test_of_a_d_that_hangs_another_one_answers
+> tests/proxy/test_blame.py::test_of_a_d_that_hangs_another_one_answers
 Prober._doubt: requests stay at a D whose engine hangs behind a server that answers (K4)
 ~ instance.lost("hung") => pass
-> tests/proxy/test_hung.py::test_of_a_d_that_hangs_another_one_answers
+> tests/proxy/test_blame.py::test_of_a_d_that_hangs_another_one_answers
 Prober._doubt: requests wait for ever at a D whose engine hangs behind a living server
 ~       if instance.left is None and self._overdue(instance, now := self._clock()) =>       if False
 > tests/proxy/test_membership.py::test_an_answer_that_comes_within_a_second_of_the_goodbye_is_taken
@@ -387,7 +387,7 @@ Prober._doubt: a leaver that freezes with its port open keeps its requests
 == proxy/membership/registry.py > tests/proxy/test_registry.py::test_a_zmq_address_is_its_holders_too
 Registry._holder: another spelling of an instance's address is another address
 ~ each.zmq_address == newcomer.zmq_address => each.ping.zmq_address == newcomer.ping.zmq_address
-> tests/proxy/test_hung.py::test_a_paused_instance_gets_nothing_until_it_is_resumed
+> tests/proxy/test_blame.py::test_a_paused_instance_gets_nothing_until_it_is_resumed
 Registry.candidates: a paused instance gets requests (K3)
 ~ not (each.drained or each.paused) => not each.drained
 == p2pkv/connector/worker.py > tests/engine/test_thread.py
@@ -606,7 +606,7 @@ Attempt._count: instances that have said goodbye are judged
 == proxy/upstream.py > tests/proxy/test_resume.py::test_a_d_that_has_sent_all_is_no_loss
 Call.lose: an answer that has come whole is thrown away when its instance is lost
 ~ if self._response is not None and self._response.content.is_eof(): => if False:
-> tests/proxy/test_hung.py::test_no_token_in_time_is_a_504_or_another_d_s_answer
+> tests/proxy/test_blame.py::test_no_token_in_time_is_a_504_or_another_d_s_answer
 Call._in_time: the deadline for the first token is not kept
 ~ late = None if deadline is None else asyncio => late = None if True else asyncio
 > tests/proxy/test_given_up.py::test_an_answer_that_repeats_its_request_pauses_no_instance
@@ -622,7 +622,7 @@ _Answer.given_up: a message that was given up passes for a whole one
 > tests/proxy/test_bodies.py::test_a_large_body_is_sent_in_pieces_and_can_be_sent_again
 : a large body is written in one go
 ~ _SENT_AT_ONCE = 1 << 17 => _SENT_AT_ONCE = 1 << 30
-> tests/proxy/test_hung.py::test_what_has_begun_or_has_nowhere_to_go_stays
+> tests/proxy/test_blame.py::test_what_has_begun_or_has_nowhere_to_go_stays
 Call._stuck: what a hung D has begun is broken off
 ~             return False =>             return True
 Call._stuck: a request at a hung D fails although there is no other
@@ -673,7 +673,7 @@ Instance.__post_init__: an address that a ping spells in full is not taken out o
 == proxy/service.py > tests/proxy/test_bodies.py::test_messages_have_a_bound_of_their_own
 Proxy.generate: messages have no bound of their own
 ~ if body.messages(self.limits.max_messages) > self.limits.max_messages: => if False:
-> tests/proxy/test_hung.py::test_however_many_hang_there_the_budget_of_retries_keeps_none
+> tests/proxy/test_blame.py::test_however_many_hang_there_the_budget_of_retries_keeps_none
 Proxy._serve: the budget of retries keeps requests at a hung D
 ~  or outcome.end is CallEnd.HUNG =>
 > tests/proxy/test_blame.py::test_what_is_sent_twice_and_fails_is_sent_anew_only_once
