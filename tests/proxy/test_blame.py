@@ -45,7 +45,7 @@ from proxy_fakes import (
     quiet,
     take_turns,
 )
-from test_decode_alone import paired
+from test_admission import paired
 from test_failures import OFF
 from test_given_up import after_p
 

@@ -710,10 +710,10 @@ ModelLists.merged: the models of a D that does not answer are forgotten
 > tests/proxy/test_routing.py::test_four_ranks_compute_all_of_it_sooner_than_one_computes_half
 PrefixAware.__call__.cost: what is left of a prompt takes as long on any number of ranks
 ~ _WEIGHT_OF_NEW * new / instance.ping.tp_size => _WEIGHT_OF_NEW * new
-== proxy/admission.py > tests/proxy/test_decode_alone.py::test_what_a_second_try_needs_of_p
+== proxy/admission.py > tests/proxy/test_admission.py::test_what_a_second_try_needs_of_p
 RequestPlace.mode_after: that a request was left to a D alone is forgotten at the next try
 ~         if self.choice.prefill_unavailable: =>         if False:
-> tests/proxy/test_decode_alone.py::test_the_place_that_is_left_for_a_d_alone_is_the_next_one_s
+> tests/proxy/test_admission.py::test_the_place_that_is_left_for_a_d_alone_is_the_next_one_s
 Admission.move: a place that is left for a D alone is not given to the next request
 ~         self.advance() =>         pass
 == proxy/transcript.py > tests/proxy/test_continuation.py::test_a_cut_answer_is_the_whole_one
