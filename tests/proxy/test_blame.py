@@ -46,8 +46,7 @@ from proxy_fakes import (
     take_turns,
 )
 from test_admission import paired
-from test_failures import OFF
-from test_given_up import after_p
+from test_failures import OFF, after_p
 
 from p2pkv.control.discovery import DISCOVERY_VERSION, goodbye
 from p2pkv_proxy.attempt import Dispatch

@@ -609,11 +609,11 @@ Call.lose: an answer that has come whole is thrown away when its instance is los
 > tests/proxy/test_blame.py::test_no_token_in_time_is_a_504_or_another_d_s_answer
 Call._in_time: the deadline for the first token is not kept
 ~ late = None if deadline is None else asyncio => late = None if True else asyncio
-> tests/proxy/test_given_up.py::test_an_answer_that_repeats_its_request_pauses_no_instance
+> tests/proxy/test_failures.py::test_an_answer_that_repeats_its_request_pauses_no_instance
 gave_up: an answer was given up if the bytes that say so are anywhere in it
 - return sign is not None and (sign is not _ABORT or _ABORT in body) and _given_up(body)
 + return b'"finish_reason":"abort"' in body
-> tests/proxy/test_given_up.py::test_what_does_not_give_up_passes_as_it_is
+> tests/proxy/test_failures.py::test_what_does_not_give_up_passes_as_it_is
 first_given_up: an event gives up if the bytes that say so are anywhere in it
 ~ if any(_given_up(line.removeprefix(_DATA)) for line in lines if line.startswith(_DATA)): => if lines:
 > tests/proxy/test_vllm_answers.py::test_messages
