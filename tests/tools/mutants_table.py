@@ -279,7 +279,7 @@ Core._blocked: gathers ignore the forward's fence
 ~ return isinstance(head, Computed) and not head.fence.ready() => return False
 Core.revoke: pages that are taken back are not marked
 ~ self.context.revoked.add(keys) => pass
-== proxy/routing.py > tests/proxy/test_partner_lists.py::test_each_of_a_pool_comes_to_have_either_role
+== proxy/routing.py > tests/proxy/test_registry.py::test_each_of_a_pool_comes_to_have_either_role
 Router.choose: a pool of instances of both roles never pushes under load
 ~ return self._other_prefill(decode, prefillers, request) => return Choice(None, decode, single_instance=True)
 > tests/proxy/test_placement.py
@@ -300,7 +300,7 @@ Router._able: who needs a P is left to a D alone
 -                 raise NoInstance(
 +             if False:
 +                 raise NoInstance(
-> tests/proxy/test_partner_lists.py::test_in_a_large_fleet_requests_go_to_pairs_that_have_links
+> tests/proxy/test_registry.py::test_in_a_large_fleet_requests_go_to_pairs_that_have_links
 Router.choose: in a fleet larger than max_links a request goes to a pair without a link
 ~ elif fleet.linked_pairs is not None => elif False
 == proxy/placement.py > tests/proxy/test_placement.py
@@ -347,7 +347,7 @@ EngineCosts.answer_ended: what an answer lasted teaches nothing
 ~ if steps >= _LEAST_STEPS and lasted > 0.0: => if False:
 PlacedRequest.leave: a request that has left still counts as queued
 ~ self._prefill.prompt_left(self._queued, now) => pass
-> tests/proxy/test_partner_lists.py
+> tests/proxy/test_registry.py
 PlacementCosts.cheapest: in a large pool placement by cost passes links over
 ~ self._answers(self._looked(near(prefill), now), tokens, now) if near else answers => answers
 == p2pkv/connector/core_beats.py > tests/connector/test_core_beats.py
