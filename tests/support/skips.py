@@ -65,7 +65,7 @@ ALLOWED = (
         "cannot be imported here|NCCL",
         "CuPy and nccl4py come with the requirements for CUDA",
     ),
-    Allowed("tests/proxy/test_records.py", "opentelemetry", "the extra `traces`"),
+    Allowed("tests/proxy/test_metrics.py", "opentelemetry", "the extra `traces`"),
     Allowed("tests/proxy/test_deployments.py", "pip", "validators, from a package index"),
     Allowed("tests/vllm/test_routers.py", "pip", "vllm-router, from a package index"),
     Allowed("tests/vllm/test_ray.py", "pip", "Ray, from a package index"),
