@@ -579,7 +579,7 @@ Endpoint._socket: control sockets have no keepalive
 ~ socket.setsockopt(zmq.TCP_KEEPALIVE, 1) => socket.setsockopt(zmq.TCP_KEEPALIVE, 0)
 Endpoint._socket: the kernel probes control sockets only after its own two hours
 ~         socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60) =>
-== proxy/attempt.py > tests/proxy/test_soak.py::test_a_p_that_ends_after_d_leaves_nothing_of_its_request
+== proxy/attempt.py > tests/proxy/test_process.py::test_a_p_that_ends_after_d_leaves_nothing_of_its_request
 Attempt._finish_later: the timer for a P that ends late is not cancelled
 ~ deadline.cancel() => None
 > tests/proxy/test_bodies.py::test_streams_that_have_begun_take_no_room_for_bodies
