@@ -655,7 +655,7 @@ Prompt.let_go: a body that is let go still stands in memory
 - empty afterwards."""
 -         self._parts = []
 + empty afterwards."""
-> tests/proxy/test_prefixes.py::test_a_picture_counts_by_a_figure_of_its_own
+> tests/proxy/test_routing.py::test_a_picture_counts_by_a_figure_of_its_own
 _is_data: a picture counts by the length of its base64
 ~ return mixed and len(look) == _LOOK_BYTES and not look.translate(None, _BASE64) => return False
 == proxy/membership/instance.py
