@@ -39,8 +39,7 @@ from streaming_engine import (
     Model,
     RustEngine,
 )
-from test_continuation import BODIES, CHAT, COMPLETIONS, body_of, pieces, transcript_of
-from test_resume import ask, same
+from test_continuation import BODIES, CHAT, COMPLETIONS, ask, body_of, pieces, same, transcript_of
 
 from p2pkv.first_token import FirstToken
 from p2pkv_proxy import first_token, relay

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from proxy_behaviours import after
 from proxy_fakes import deployed, join, ping, prompt_of
-from test_resume import COMPLETION, ask, generates, same, whole
+from test_continuation import COMPLETION, ask, generates, same, whole
 
 from p2pkv.control.discovery import Workload
 from p2pkv.pairing import find_pair

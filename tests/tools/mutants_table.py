@@ -603,7 +603,7 @@ Attempt._count: instances that have said goodbye are judged
 -             return  # it
 +         if False:
 +             return  # it
-== proxy/upstream.py > tests/proxy/test_resume.py::test_a_d_that_has_sent_all_is_no_loss
+== proxy/upstream.py > tests/proxy/test_continuation.py::test_a_d_that_has_sent_all_is_no_loss
 Call.lose: an answer that has come whole is thrown away when its instance is lost
 ~ if self._response is not None and self._response.content.is_eof(): => if False:
 > tests/proxy/test_blame.py::test_no_token_in_time_is_a_504_or_another_d_s_answer
@@ -752,10 +752,10 @@ Attempt._concurrent: a D that is lost after it has drawn another first token tak
 > tests/proxy/test_membership.py::test_what_a_hung_engine_has_not_begun_goes_to_another_server
 Admission._leave_culprit: a retry may go to the neighbour of the engine that failed
 ~ failed.union(culprit.neighbours()) => failed
-> tests/proxy/test_resume.py::test_all_streams_of_a_lost_d_go_on
+> tests/proxy/test_continuation.py::test_all_streams_of_a_lost_d_go_on
 Admission.resume: the budget of retries refuses the first resume
 ~ whatever=tries == 0 => whatever=False
-> tests/proxy/test_resume.py::test_a_stream_waits_for_room_at_another_d_before_newcomers
+> tests/proxy/test_continuation.py::test_a_stream_waits_for_room_at_another_d_before_newcomers
 Admission.move_in_time: new requests get their places before streams that wait for one
 ~ next(self._numbers) - _BEFORE_ALL => next(self._numbers)
 == p2pkv/kv/cache.py > tests/kv/test_refusals.py::test_the_smallest_layer_says_how_many_fill_a_message

@@ -1,5 +1,5 @@
 """Real servers: the first token comes from P, another D goes on where one is lost in mid answer, and the
-answers are a single server's. tests/proxy/test_resume.py has more of the latter, and drains."""
+answers are a single server's. tests/proxy/test_continuation.py has more of the latter, and drains."""
 
 import os
 from collections import Counter
