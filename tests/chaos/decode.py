@@ -18,9 +18,7 @@ WORDS = 4
 @dataclass
 class Request:
     """One request. `ask_at`, `drop_at`: when it comes, and when its client leaves, on the run's clock.
-
-    `recompute`: if the load fails, all of it is computed here, in the same blocks.
-    """
+    `recompute`: if the load fails, all of it is computed here, in the same blocks."""
 
     key: str
     prompt: int

@@ -61,12 +61,8 @@ class _Errors(logging.Handler):
 
 @dataclass(frozen=True)
 class Build:
-    """What an engine is: its model, and over how many ranks it spreads it.
-
-    Attributes:
-        cut: see `RankPages`.
-        index: which one of the `engines` of a data-parallel instance it is.
-    """
+    """What an engine is: its model, and over how many ranks it spreads it. `cut`: see `RankPages`; `index`:
+    which one of the `engines` of a data-parallel instance it is."""
 
     model: Model = ONE_GROUP
     tp: int = 1

@@ -46,10 +46,8 @@ class Job:
 
 
 class Jobs:
-    """All requests under way, by key, and what has become of the others.
-
-    `now` is the run's clock; `broken` is told what must not be.
-    """
+    """All requests under way, by key, and what has become of the others. `now` is the run's clock; `broken`
+    is told what must not be."""
 
     def __init__(self, draw: random.Random, now: Callable[[], float], broken: Callable[[str], None]) -> None:
         self._draw = draw
@@ -74,10 +72,8 @@ class Jobs:
         shortest: int = 1,
         fresh: bool = False,
     ) -> Job:
-        """Send one request to both, as a router does; some routers let D wait for P's answer.
-
-        `plain`: no client leaves; `must`: it is to load; `fresh`: D has no prefix of it.
-        """
+        """Send one request to both, as a router does; some routers let D wait for P's answer. `plain`: no
+        client leaves; `must`: it is to load; `fresh`: D has no prefix of it."""
         draw, key = self._draw, f"key-{next(self._numbers)}"
         prompt = next(self._fresh) if fresh else draw.randrange(PROMPTS)
         tokens = draw.randint(shortest, longest)

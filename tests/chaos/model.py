@@ -144,10 +144,8 @@ def draw_model(draw: random.Random, hybrid: float = 0.7) -> Model:
 
 
 def draw_hybrid(draw: random.Random) -> Model:
-    """Attention, and beside it a sliding window, a recurrent layer's states, or both; their layers mixed.
-
-    The attention's rows may be for several tokens, and in two planes.
-    """
+    """Attention, and beside it a sliding window, a recurrent layer's states, or both; their layers mixed. The
+    attention's rows may be for several tokens, and in two planes."""
     window, state = draw.choice([(True, False), (False, True), (True, True)])
     numbers = [0, 1, 2, 3, 4]
     draw.shuffle(numbers)
@@ -200,12 +198,9 @@ def kv(
 
 @dataclass
 class RankPages:
-    """What one rank holds: its groups' layers, [block, head, token, channel] of float32 each.
-
-    Attributes:
-        cut: the first layer of the second pipeline stage; 0: there is one stage.
-        layers: those of its stage, by their numbers in the model.
-    """
+    """What one rank holds: its groups' layers, [block, head, token, channel] of float32 each. `cut`: the
+    first layer of the second pipeline stage; 0: there is one stage. `layers`: those of its stage, by their
+    numbers in the model."""
 
     rank: int
     tp: int

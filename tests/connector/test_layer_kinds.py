@@ -171,9 +171,7 @@ def test_p2pkv_refuses_what_the_list_says_it_refuses(name: str) -> None:
 
 def test_vllm_cannot_serve_static_sinks() -> None:
     """Why p2pkv refuses them: if this fails, they can be moved, as their blocks are in no request's table.
-
-    vLLM calls the managers of all kinds with the same arguments.
-    """
+    vLLM calls the managers of all kinds with the same arguments."""
     full, sinks = (
         inspect.signature(kind).parameters
         for kind in (managers.SingleTypeKVCacheManager, managers.SinkFullAttentionManager)

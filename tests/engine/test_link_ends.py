@@ -122,10 +122,8 @@ def test_a_frozen_d_is_not_invited_for_ever() -> None:
 
 
 def test_an_answer_to_an_invitation_that_was_given_up_comes_too_late() -> None:
-    """D was frozen. A link that only P had would keep the next one, which D needs, from coming up.
-
-    So may D's grant be on its way while P gives a link up.
-    """
+    """D was frozen. A link that only P had would keep the next one, which D needs, from coming up. So may D's
+    grant be on its way while P gives a link up."""
     network = MemoryNetwork()
     p, d = network.rank(), network.rank()
     context: Any = SimpleNamespace(links=p, counters=Counters())

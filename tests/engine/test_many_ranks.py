@@ -85,10 +85,8 @@ one_kind = pytest.mark.parametrize("links", ["memory"], indirect=True)
 
 
 def all_arrive(links, shapes: tuple[Geometry, Geometry], *prompts: Prompt) -> None:
-    """P prefills all of them, a chunk of each in turn; D asks when the first chunks are computed.
-
-    In the end every byte is where it belongs and was sent once, and every rank has said its word once.
-    """
+    """P prefills all of them, a chunk of each in turn; D asks when the first chunks are computed. In the end
+    every byte is where it belongs and was sent once, and every rank has said its word once."""
     with engines(*shapes, links, **OPTIONS) as (p, d):
         for each in prompts:
             expect(p, d, each.key, tokens=TOKENS)

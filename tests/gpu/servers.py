@@ -109,10 +109,8 @@ class Servers:
 
 @contextmanager
 def started(chosen: Setting, folder: Path) -> Iterator[Servers]:
-    """Started together: with --kv-cache-memory-bytes none takes another's memory for its own.
-
-    What goes wrong meanwhile has the ends of logs in its text.
-    """
+    """Started together: with --kv-cache-memory-bytes none takes another's memory for its own. What goes wrong
+    meanwhile has the ends of logs in its text."""
     # FlashAttention takes head sizes from 64 on in all its versions.
     llama = TinyLlama(dtype="bfloat16", head_dim=64) if chosen.gpu else TinyLlama()
     shape = chosen.model or llama

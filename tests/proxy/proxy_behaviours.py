@@ -14,12 +14,8 @@ from support.waiting import eventually
 
 @dataclass
 class Seen:
-    """One request that reached an instance.
-
-    Attributes:
-        answered: its handler has run to its end.
-        aborted: the proxy has closed the connection before that.
-    """
+    """One request that reached an instance. `answered`: its handler has run to its end; `aborted`: the proxy
+    has closed the connection before that."""
 
     path: str
     headers: Any

@@ -32,11 +32,8 @@ def found() -> str | None:
 
 @dataclass
 class Browser:
-    """One page.
-
-    Attributes:
-        complaints: what the page or the browser said of errors, violations of its policy included.
-    """
+    """One page. `complaints`: what the page or the browser said of errors, violations of its policy
+    included."""
 
     socket: aiohttp.ClientWebSocketResponse
     session: str = ""

@@ -109,12 +109,8 @@ def outcomes(instance: Instance) -> list[bool]:
 
 @dataclass(eq=False)
 class Line:
-    """A connection of an instance to the discovery address, of tests that have none.
-
-    Attributes:
-        full: nothing can be sent over it.
-        told: what was.
-    """
+    """A connection of an instance to the discovery address, of tests that have none. `full`: nothing can be
+    sent over it; `told`: what was."""
 
     open: bool = True
     member: bool = False
@@ -319,11 +315,7 @@ async def connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @dataclass
 class Front:
-    """A proxy, as its clients see it.
-
-    Attributes:
-        discovery: where instances ping it.
-    """
+    """A proxy, as its clients see it. `discovery`: where instances ping it."""
 
     url: str
     discovery: str

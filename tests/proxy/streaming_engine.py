@@ -25,12 +25,8 @@ DEFAULT_TOKENS = 40
 
 @dataclass
 class Model:
-    """Chooses the next token.
-
-    Attributes:
-        salt: models with another one generate something else; so does a sampler with another seed.
-        ends: whether it may end an answer by itself.
-    """
+    """Chooses the next token. `salt`: models with another one generate something else; so does a sampler with
+    another seed. `ends`: whether it may end an answer by itself."""
 
     salt: int = 0
     ends: bool = True

@@ -522,13 +522,8 @@ WHOLE: dict[str, proxy_behaviours.Behaviour] = {"half a body": proxy_behaviours.
 
 @dataclass(frozen=True)
 class Holds:
-    """What the proxy has when nothing is under way.
-
-    Attributes:
-        tasks: how many, by the coroutine.
-        objects: that belong to single requests, by class.
-        memory: bytes that are its own.
-    """
+    """What the proxy has when nothing is under way. `tasks`: how many, by the coroutine; `objects`: that
+    belong to single requests, by class; `memory`: bytes that are its own."""
 
     tasks: dict[str, int]
     objects: dict[str, int]
@@ -538,12 +533,9 @@ class Holds:
 
 @dataclass
 class Soak:
-    """A proxy in a process of its own, its instances and its clients in this one.
-
-    Attributes:
-        faults: how often each was injected; "refused": of a P or D that its port was closed.
-        ends: how the requests ended, for their clients.
-    """
+    """A proxy in a process of its own, its instances and its clients in this one. `faults`: how often each
+    was injected; "refused": of a P or D that its port was closed. `ends`: how the requests ended, for their
+    clients."""
 
     proxy: Served
     dice: random.Random

@@ -135,13 +135,8 @@ async def test_a_host_that_vanishes_is_noticed_although_nothing_is_sent(concurre
 
 class Forgetful(RawInstance):
     """Keeps an idle connection for 5 s of the test's own clock, and closes it in the moment of its next use:
-    by turns before the request is read, which resets it, and after.
-
-    Attributes:
-        now: the clock.
-        closed: how many requests met a connection that was just closed.
-        half: what comes before the end then.
-    """
+    by turns before the request is read, which resets it, and after. `now`: the clock; `closed`: how many
+    requests met a connection that was just closed; `half`: what comes before the end then."""
 
     now: float = 0.0
     closed: int = 0

@@ -35,12 +35,9 @@ LIFE_SECONDS = 5.0
 
 
 class ClassicRouter:
-    """Which instances there are, and the way of a request through two of them.
-
-    Attributes:
-        instances: of each type, HTTP address -> (ZMQ address, time until which it is there).
-        ended: what ended discovery, if anything did.
-    """
+    """Which instances there are, and the way of a request through two of them. `instances`: of each type,
+    HTTP address -> (ZMQ address, time until which it is there); `ended`: what ended discovery, if anything
+    did."""
 
     def __init__(self, life: float = LIFE_SECONDS) -> None:
         self.instances: dict[str, dict[str, tuple[str, float]]] = {"P": {}, "D": {}}

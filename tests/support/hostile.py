@@ -60,11 +60,9 @@ def dealer(
 
 
 class Canary:
-    """Listens on loopback, answers each connection with `greeting`, and keeps what it is told.
-
-    With `leave`, it then hangs up, as a server with another secret does. `after` is what it says when a
-    peer in the clear has shaken hands.
-    """
+    """Listens on loopback, answers each connection with `greeting`, and keeps what it is told. With `leave`,
+    it then hangs up, as a server with another secret does. `after` is what it says when a peer in the clear
+    has shaken hands."""
 
     def __init__(self, greeting: bytes = b"", *, leave: bool = False, after: bytes = b"") -> None:
         self._greeting = greeting

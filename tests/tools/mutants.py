@@ -30,11 +30,9 @@ SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Mutant:
-    """`old` becomes `new`; then one of `tests`, as pytest names them, must fail.
-
-    `where`: a file, or a file and a class or function in it ("p2pkv/links/staging.py:StagingShare.grants");
-    there `old` must stand exactly once.
-    """
+    """`old` becomes `new`; then one of `tests`, as pytest names them, must fail. `where`: a file, or a file
+    and a class or function in it ("p2pkv/links/staging.py:StagingShare.grants"); there `old` must stand
+    exactly once."""
 
     what: str
     where: str

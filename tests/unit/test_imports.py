@@ -74,10 +74,8 @@ def module_name(path: Path) -> str:
 
 
 def imports_of(source: str, module: str, package: bool) -> Iterator[Import]:
-    """Every import in `source`, late ones and those for type checkers included.
-
-    `from a import b` is given as a.b, since b may be a module.
-    """
+    """Every import in `source`, late ones and those for type checkers included. `from a import b` is given as
+    a.b, since b may be a module."""
     tree = ast.parse(source)
     inside = {
         child

@@ -160,10 +160,8 @@ def trio(started: Deployment, servers_on_failure: Callable[..., None]) -> Deploy
 
 @pytest.fixture
 def launch(servers_on_failure: Callable[..., None]) -> Iterator[Callable[..., None]]:
-    """Starts further servers for one test: `launch(server, ...)`, all side by side, then waits for all.
-
-    They are stopped when the test ends, whatever state it left them in.
-    """
+    """Starts further servers for one test: `launch(server, ...)`, all side by side, then waits for all. They
+    are stopped when the test ends, whatever state it left them in."""
     with ExitStack() as stack:
 
         def start(*servers: ServerProcess) -> None:

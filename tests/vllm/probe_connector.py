@@ -151,10 +151,8 @@ class ProbeConnector(P2pKvConnector):
     def _hashes(
         self, cache: PagedCache, kind: str, rows: torch.Tensor, first: int, stop: int
     ) -> list[list[str]]:
-        """By head, one hash for each of the tokens [first, stop) of one layer.
-
-        rows: uint8 [unit, head, row_bytes].
-        """
+        """By head, one hash for each of the tokens [first, stop) of one layer. rows: uint8 [unit, head,
+        row_bytes]."""
         if cache.codec == DENSE or cache.unit_tokens == 1:
             tokens = rows.transpose(0, 1).repeat_interleave(cache.unit_tokens, dim=1)
         else:

@@ -112,11 +112,8 @@ def pair(
 
 @pytest.mark.parametrize("pair", ["DeepSeek-V4"], indirect=True)
 def test_preemption_on_d(pair: Pair, servers_on_failure: Callable[..., None]) -> None:
-    """What D preempts after its load it computes again by itself.
-
-    vLLM is told to preempt all that runs: windows give blocks back as requests grow, so that few blocks make
-    requests wait, and preempt none.
-    """
+    """What D preempts after its load it computes again by itself. vLLM is told to preempt all that runs:
+    windows give blocks back as requests grow, so that few blocks make requests wait, and preempt none."""
     servers_on_failure(pair.p, pair.d)
     prompts, many = pair.some(4), 100
     expected = [pair.alone(prompt, many) for prompt in prompts]

@@ -199,10 +199,8 @@ LANES = [
 
 @dataclass
 class Running:
-    """The servers of the family that runs now.
-
-    `wanted`: the lanes of the tests that are to run; servers of others are not started.
-    """
+    """The servers of the family that runs now. `wanted`: the lanes of the tests that are to run; servers of
+    others are not started."""
 
     folder: Path
     wanted: frozenset[tuple[str, Instance, Instance]]

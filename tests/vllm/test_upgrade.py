@@ -54,13 +54,8 @@ READY_SECONDS = 400.0
 
 @dataclass(frozen=True)
 class Release:
-    """A wheel of p2pkv, installed.
-
-    Attributes:
-        home: its environment, which has the packages of this one beneath.
-        version: what p2pkv calls itself.
-        protocol: PROTOCOL_VERSION of its ranks.
-    """
+    """A wheel of p2pkv, installed. `home`: its environment, which has the packages of this one beneath;
+    `version`: what p2pkv calls itself; `protocol`: PROTOCOL_VERSION of its ranks."""
 
     home: Path
     version: str
@@ -218,13 +213,9 @@ class Streams:
 
 @dataclass
 class Rolling:
-    """A fleet behind one proxy, of which one instance after the other is replaced.
-
-    Attributes:
-        running: the instances, old and new.
-        releases: of each instance that there has been, by its HTTP address.
-        loaded: prompts whose KV the D's that have left had loaded.
-    """
+    """A fleet behind one proxy, of which one instance after the other is replaced. `running`: the instances,
+    old and new; `releases`: of each instance that there has been, by its HTTP address; `loaded`: prompts
+    whose KV the D's that have left had loaded."""
 
     proxy: ProxyServer
     streams: Streams

@@ -23,10 +23,8 @@ def register() -> None:
 
 def allow_prefix_caching() -> None:
     """Stands in for AMX in `CpuPlatform.check_and_update_config`, which switches prefix caching and chunked
-    prefill off without it. The kernels use AVX-512 where there is no AMX.
-
-    AMX is pretended for the length of that call only: elsewhere vLLM chooses kernels by it.
-    """
+    prefill off without it. The kernels use AVX-512 where there is no AMX. AMX is pretended for the length of
+    that call only: elsewhere vLLM chooses kernels by it."""
     from vllm.platforms.cpu import CpuPlatform
 
     check = CpuPlatform.check_and_update_config
@@ -44,11 +42,9 @@ def allow_prefix_caching() -> None:
 
 
 def plan_no_tiles() -> None:
-    """Stands in for `DeepseekV4CPUSparseSWAMetadataBuilder.build_tile_scheduler`, which leaves out two of
-    the layer types that `DeepseekSparseSWAMetadataBuilder.build` asks for.
-
-    The answer is the one of its base class for a step that decodes nothing: no plan for any type.
-    """
+    """Stands in for `DeepseekV4CPUSparseSWAMetadataBuilder.build_tile_scheduler`, which leaves out two of the
+    layer types that `DeepseekSparseSWAMetadataBuilder.build` asks for. The answer is the one of its base
+    class for a step that decodes nothing: no plan for any type."""
     from vllm.models.deepseek_v4.cpu.cpu_mla import DeepseekV4CPUSparseSWAMetadataBuilder as Builder
     from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadataBuilder as Base
 

@@ -26,11 +26,9 @@ def register() -> None:
 def all_gatherv(
     self: Any, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
 ) -> torch.Tensor | list[torch.Tensor]:
-    """Stands in for `DeviceCommunicatorBase.all_gatherv`, and does what that of `CudaCommunicator` does:
-    the rows of all ranks in their order, `sizes[r]` of rank r.
-
-    Gloo gathers tensors of one shape, so that each rank sends as many rows as the longest.
-    """
+    """Stands in for `DeviceCommunicatorBase.all_gatherv`, and does what that of `CudaCommunicator` does: the
+    rows of all ranks in their order, `sizes[r]` of rank r. Gloo gathers tensors of one shape, so that each
+    rank sends as many rows as the longest."""
     if dim != 0:
         raise NotImplementedError("all_gatherv gathers along dimension 0 only")
     if isinstance(input_, list):
@@ -49,10 +47,8 @@ def reduce_scatterv(
     self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
 ) -> torch.Tensor:
     """Stands in for `DeviceCommunicatorBase.reduce_scatterv`, and does what that of `CudaCommunicator` does:
-    this rank's `sizes[rank_in_group]` rows of the sum over all ranks.
-
-    Each rank computes the whole sum, and keeps its part.
-    """
+    this rank's `sizes[rank_in_group]` rows of the sum over all ranks. Each rank computes the whole sum, and
+    keeps its part."""
     if dim != 0:
         raise NotImplementedError("reduce_scatterv scatters along dimension 0 only")
     total = input_.clone(memory_format=torch.contiguous_format)
@@ -63,10 +59,8 @@ def reduce_scatterv(
 
 def leave_out_experts_of_others() -> None:
     """Stands in for the use of `expert_map` in `CPUUnquantizedExperts.apply`: it is ignored there, so that
-    the kernel reads beyond its weights where ranks share the experts (`--enable-expert-parallel`).
-
-    A token's expert of another rank becomes the first of this one, with weight 0.
-    """
+    the kernel reads beyond its weights where ranks share the experts (`--enable-expert-parallel`). A token's
+    expert of another rank becomes the first of this one, with weight 0."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     apply = CPUUnquantizedExperts.apply

@@ -83,11 +83,9 @@ def vllm_config(
     model: TinyFiles = SMALL,
     **extra: Any,
 ) -> VllmConfig:
-    """A configuration for one instance; `budget` is of tokens in a step, `extra` goes to p2pkv.
-
-    `reserve`: a prompt is begun only if all of it fits, vLLM's default. `transfer` takes the place of what
-    `transfer_config` says. `drafter`: as --speculative-config.
-    """
+    """A configuration for one instance; `budget` is of tokens in a step, `extra` goes to p2pkv. `reserve`: a
+    prompt is begun only if all of it fits, vLLM's default. `transfer` takes the place of what
+    `transfer_config` says. `drafter`: as --speculative-config."""
     load_general_plugins()
     config = VllmConfig(
         model_config=ModelConfig(model=str(write(model)), max_model_len=LONGEST, dtype="float32"),
@@ -203,10 +201,8 @@ class Fact:
 
 @dataclass
 class FakeRank:
-    """Writes down its commands, keeps the engine's promises, and refuses what the engine cannot do.
-
-    Its promises: each D key has one last word (Loaded or LoadFailed), each P key one BlocksFree.
-    """
+    """Writes down its commands, keeps the engine's promises, and refuses what the engine cannot do. Its
+    promises: each D key has one last word (Loaded or LoadFailed), each P key one BlocksFree."""
 
     log: list[do.Command] = field(default_factory=list)
     facts: dict[str, Fact] = field(default_factory=dict)
@@ -308,11 +304,9 @@ class FakeRank:
 
 
 class Instance:
-    """One vLLM engine core: the real scheduler, our connector, and a Worker of ours for each rank.
-
-    `ahead`: steps that are scheduled before the first one's result is known, as with asynchronous
-    scheduling. `index`: its data-parallel rank; None: its instance has one engine.
-    """
+    """One vLLM engine core: the real scheduler, our connector, and a Worker of ours for each rank. `ahead`:
+    steps that are scheduled before the first one's result is known, as with asynchronous scheduling. `index`:
+    its data-parallel rank; None: its instance has one engine."""
 
     def __init__(
         self,

@@ -130,10 +130,8 @@ class WholeModel(Kind):
 
 @cache
 def built(model: TinyFiles, block: int, tp: int) -> VllmConfig:
-    """A configuration with vLLM's own layers of this model, as the first of `tp` ranks has them.
-
-    `block`: --block-size, which vLLM raises for some models.
-    """
+    """A configuration with vLLM's own layers of this model, as the first of `tp` ranks has them. `block`:
+    --block-size, which vLLM raises for some models."""
     config = vllm_config("P", model=model)
     config.cache_config.block_size = block
     config.parallel_config.tensor_parallel_size = tp
@@ -300,13 +298,9 @@ QWEN = WholeModel("Qwen3-Next", layout="LBHNC", model=TinyQwen(), recurrent=Delt
 
 
 class Contents:
-    """What a made-up model writes: each number is a hash of all tokens up to its own, and of its place.
-
-    The numbers are whole and at most 128, so that every type of numbers holds them.
-
-    Attributes:
-        tokens: how many there are.
-    """
+    """What a made-up model writes: each number is a hash of all tokens up to its own, and of its place. The
+    numbers are whole and at most 128, so that every type of numbers holds them. `tokens`: how many there
+    are."""
 
     def __init__(self, tokens: Sequence[int], weights: int = 0) -> None:
         hashes, last = [], weights
@@ -362,12 +356,8 @@ def _places(rows: int, *widths: int) -> torch.Tensor:
 
 
 class Rows:
-    """The rows of a layer's blocks, as vLLM's kernels write them.
-
-    Attributes:
-        tokens: that a row stands for.
-        in_block: rows of a block.
-    """
+    """The rows of a layer's blocks, as vLLM's kernels write them. `tokens`: that a row stands for;
+    `in_block`: rows of a block."""
 
     def __init__(self, view: torch.Tensor, spec: AttentionSpec) -> None:
         self._view = view

@@ -379,10 +379,8 @@ def put_state(
     window: torch.Tensor,
     state: torch.Tensor,
 ) -> None:
-    """Write a rank's part of a global state to its page, as vLLM's kernels address it.
-
-    `place`: tensor-parallel size and rank. `window`: [steps, channels], `state`: its elements, of all ranks.
-    """
+    """Write a rank's part of a global state to its page, as vLLM's kernels address it. `place`:
+    tensor-parallel size and rank. `window`: [steps, channels], `state`: its elements, of all ranks."""
     channels, elements = model.held(*place)
     offset = 0
     for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):

@@ -61,12 +61,8 @@ class SimulatedEvent:
 
 
 class SimulatedGpu:
-    """Where a rank's KV is.
-
-    Attributes:
-        held: events that are recorded now are passed only when this is False again: copies run.
-        fails: the device has failed.
-    """
+    """Where a rank's KV is. `held`: events that are recorded now are passed only when this is False again:
+    copies run; `fails`: the device has failed."""
 
     processors = 1
 

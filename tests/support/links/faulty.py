@@ -62,9 +62,7 @@ class FaultyLinks(WrappedLinks):
 
     def change(self, **faults: Any) -> None:
         """Give the links that there are now these faults; operations count from each end's next one.
-
-        `break_at` and its like may be None, for never.
-        """
+        `break_at` and its like may be None, for never."""
         for fate in list(self._fates):
             later = {
                 name: value + fate.operations if name.endswith("_at") and value is not None else value

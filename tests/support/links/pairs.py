@@ -172,10 +172,8 @@ def leftovers() -> tuple[int, list[str], list[str]]:
 
 
 def held() -> Counter[str]:
-    """How many of each: open descriptors, arenas mapped here, files of ours in /dev/shm, threads of ours.
-
-    For `held() - before`: what earlier tests have left may go meanwhile, so it is collected before `before`.
-    """
+    """How many of each: open descriptors, arenas mapped here, files of ours in /dev/shm, threads of ours. For
+    `held() - before`: what earlier tests have left may go meanwhile, so it is collected before `before`."""
     _, maps, files = leftovers()
     descriptors = []
     for descriptor in os.listdir("/proc/self/fd"):

@@ -26,10 +26,8 @@ EXPERTS, CHOSEN = 64, 6
 @dataclass(frozen=True, kw_only=True)
 class TinyDeepseekV4(TinyModel):
     """`ratios`: for each layer, how many tokens a row of its compressed cache stands for: 4 with an indexer,
-    128 without one; 0: it has no such cache. All layers have a window.
-
-    An indexer leaves rows out from `4 * INDEX_TOP` tokens on; of shorter prompts it chooses all.
-    """
+    128 without one; 0: it has no such cache. All layers have a window. An indexer leaves rows out from `4 *
+    INDEX_TOP` tokens on; of shorter prompts it chooses all."""
 
     family = "deepseek-v4"
     layers: int = 5

@@ -129,11 +129,9 @@ class SimulatedGpu:
 
 
 class Model:
-    """vLLM's work on the devices of one engine: forward kernels, and an all-reduce over its ranks.
-
-    `step` launches one step on each rank, as vLLM does without waiting for the device. How many
-    multiprocessors a kernel takes is an assumption.
-    """
+    """vLLM's work on the devices of one engine: forward kernels, and an all-reduce over its ranks. `step`
+    launches one step on each rank, as vLLM does without waiting for the device. How many multiprocessors a
+    kernel takes is an assumption."""
 
     STREAM = 7  # one for each device: the numbers of two devices have nothing to do with each other
     ALL_REDUCE_SMS = 24

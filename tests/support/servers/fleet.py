@@ -81,10 +81,8 @@ def python_path(*folders: str) -> str:
 
 
 def plugin_environment(*plugins: str) -> dict[str, str]:
-    """Environment in which vLLM loads these of `PLUGINS`, besides p2pkv's own.
-
-    vLLM finds them by the folder's dist-info: its entry points have the modules' names.
-    """
+    """Environment in which vLLM loads these of `PLUGINS`, besides p2pkv's own. vLLM finds them by the
+    folder's dist-info: its entry points have the modules' names."""
     env = {"PYTHONPATH": python_path(PLUGIN_FOLDER), "VLLM_PLUGINS": ",".join(["p2pkv", *plugins])}
     return {**env, **{name: value for plugin in plugins for name, value in PLUGINS[plugin].items()}}
 

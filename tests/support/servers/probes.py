@@ -19,14 +19,9 @@ Place = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Note:
-    """What one rank's pages held at the end of one transfer.
-
-    Attributes:
-        world: ranks of this engine.
-        start: the first token.
-        hashes: by KV group, layer and global head: the first token of which the pages hold something (others
-            have left the group's window), and one hash for each token from it on.
-    """
+    """What one rank's pages held at the end of one transfer. `world`: ranks of this engine; `start`: the
+    first token; `hashes`: by KV group, layer and global head: the first token of which the pages hold
+    something (others have left the group's window), and one hash for each token from it on."""
 
     rank: int
     world: int
