@@ -303,8 +303,7 @@ def test_a_large_weight_of_pauses_keeps_prompts_and_answers_apart() -> None:
 
 
 def test_one_engine_of_short_steps_halves_pauses_at_the_throughput_of_plain_servers() -> None:
-    """Of itself, placement by cost has nearly all answers decoded by it, and half of the prompts computed by
-    the other one."""
+    """Placement by cost has it decode nearly all answers, and the other one compute half of the prompts."""
     plain, pool = (
         pool_simulated(system, "mixed", seconds=120.0, chunks=chunks, warm=40.0)[0]
         for system, chunks in (("plain", (256,)), ("auto", (256, 72)))

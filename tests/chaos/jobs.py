@@ -46,8 +46,7 @@ class Job:
 
 
 class Jobs:
-    """All requests under way, by key, and what has become of the others. `now` is the run's clock; `broken`
-    is told what must not be."""
+    """All requests under way, by key, and what became of the others. `broken` is told what must not be."""
 
     def __init__(self, draw: random.Random, now: Callable[[], float], broken: Callable[[str], None]) -> None:
         self._draw = draw

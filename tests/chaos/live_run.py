@@ -114,8 +114,7 @@ class LiveRun(Run):
             self.turn()
 
     def nothing_comes_through(self, seconds: float) -> None:
-        """Load of one P and one D for so long; a request that was asked first is not loaded. Raises
-        AssertionError if it is: then nothing was cut."""
+        """Load of a P and a D for so long. Raises AssertionError if a request, asked first, is loaded."""
         prefill, decode = self.of("P")[0], self.of("D")[0]
         asked = self.jobs.ask(prefill, decode, plain=True, shortest=100, fresh=True)
         self.load(seconds)

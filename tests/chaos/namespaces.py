@@ -32,8 +32,7 @@ class Unavailable(Exception):
 
 
 class Cable:
-    """Namespaces P and D, joined. A context manager; all of it is gone at its end. Entering raises
-    Unavailable."""
+    """Namespaces P and D, joined, while the context lasts. Entering raises Unavailable."""
 
     def __init__(self) -> None:
         self._keepers: dict[str, subprocess.Popen[bytes]] = {}

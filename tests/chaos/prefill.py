@@ -15,8 +15,7 @@ from support.engine.engines import READY
 
 @dataclass
 class Prompt:
-    """One prompt. `abort_at`, `preempt_at`: after so many tokens; -1 is never. `decode`, `named`: the engines
-    in its id."""
+    """One prompt. `abort_at`, `preempt_at`: after so many tokens, or -1. `decode`, `named`: as in its id."""
 
     key: str
     decode: Address

@@ -26,8 +26,7 @@ class Pointer:
 
 
 class Language:
-    """So much of Triton's language as the kernel of vLLM's slot mapping uses, for the program of the first
-    request."""
+    """As much of Triton's language as vLLM's slot mapping uses, for the program of the first request."""
 
     int64 = torch.int64
     arange, where = staticmethod(torch.arange), staticmethod(torch.where)
@@ -79,8 +78,7 @@ def slots_by_vllm(
 def test_tokens_are_read_from_and_written_to_vllms_slots(
     ranks: int, run: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank's KV lies where vLLM's kernel has put it: gathered for a rank that keeps all tokens, and
-    scattered to its slots again."""
+    """KV lies where vLLM's kernel put it: gathered for a rank with all tokens, and scattered back."""
     tokens, heads, content = 5 * ranks * block + 7, 2, 3
     table = torch.randperm(9, generator=torch.Generator().manual_seed(ranks)).tolist()[:6]
     kv = torch.arange(tokens * heads * content, dtype=torch.float32).view(tokens, heads, content)

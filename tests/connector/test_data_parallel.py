@@ -53,8 +53,7 @@ def test_each_engine_of_p_serves_each_engine_of_d(
 
 @pytest.mark.parametrize("why", ["cached", "aborted"])
 def test_p_is_released_whichever_of_its_engines_d_has_asked(engines: Any, why: str) -> None:
-    """D ends its part while only the engine that the id names knows of it: the one with the request frees its
-    blocks at once, and not after a lease."""
+    """D ends its part while only the engine in the id knows of it: the blocks are free at once."""
     group = engines(1, 1, data_parallel=(2, 2), lease_seconds=1000.0)
     p, d = group[1], group[3]
     named = {"prefill": group[0].address, "decode": group[2].address}

@@ -198,8 +198,7 @@ def pop_all(queue: DeferringQueue) -> list[str]:
 @given(st.data())
 @pytest.mark.parametrize("kind", [FCFSRequestQueue, PriorityRequestQueue])
 def test_passes_see_the_order_that_they_see_without_it(kind: Any, data: st.DataObject) -> None:
-    """Requests come, are decided and leave in any order: each pass takes the decided ones as vLLM's own queue
-    has them."""
+    """Requests come, are decided and leave in any order: passes take them as vLLM's own queue has them."""
     names = [str(number) for number in range(data.draw(st.integers(2, 6)))]
     requests = dict(zip(names, requests_of_age(*names), strict=True))
     undecided = set(names)

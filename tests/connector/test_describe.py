@@ -208,8 +208,7 @@ def test_layers_with_a_window_are_a_group_of_their_own() -> None:
 
 
 def test_layers_that_share_their_kv_are_moved_once() -> None:
-    """In the order of their numbers, by the block table of the layer whose KV it is: those that share it are
-    in none of vLLM's groups."""
+    """In the order of their numbers, by the block table of the layer whose KV it is: no group has them."""
     own = caches_of(["l.10", "l.9", "l.1", "l.0"])
     caches = {**own, "l.2": own["l.1"], "l.3": own["l.1"].view(4, 2, BLOCK, 32)}
     for kv in (kv_cache_config(), kv_groups((["l.0", "l.9"], FULL), (["l.1", "l.10"], FULL))):
@@ -339,8 +338,7 @@ def _other_base(config: Any) -> Any:
 
 
 def test_another_configuration_of_the_same_weights_has_another_one(copy: Path, tmp_path: Path) -> None:
-    """It decides what K is: another base of RoPE gives another K from the same weights, wherever vLLM has it
-    from."""
+    """Another base of RoPE gives another K from the same weights, wherever vLLM has it from."""
     before = fingerprint(served(copy))
     written = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(written | {"transformers_version": "0.0"}, indent=1))

@@ -125,8 +125,7 @@ def test_a_picture_is_known_by_what_the_model_is_given_not_by_vllms_name_for_it(
 
 
 def test_a_picture_that_is_in_vllms_cache_counts_as_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's front end leaves it out then, and its engine core puts it in from a cache of its own. Its
-    contents are read once."""
+    """The front end leaves it out then, the engine core has it in a cache; its contents are read once."""
     config: Any = SimpleNamespace(get_multimodal_config=lambda: SimpleNamespace(mm_processor_cache_gb=1))
     cache, read = LruKeyReplicatedReceiverCache(config), []
     monkeypatch.setattr(identity, "_digest_of", lambda leaves: read.append(leaves) or bytes(16))
@@ -163,8 +162,7 @@ def adapted(path: Path | str, number: int = 1, inplace: bool = False) -> bytes:
 def test_an_adapter_is_known_by_its_files_not_by_their_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which may begin at home. Files that vLLM does not read do not count: those of a training may be on one
-    side only, or belong to somebody else."""
+    """Which may begin at home. Files that vLLM does not read, as those of a training, do not count."""
     monkeypatch.setenv("HOME", str(tmp_path))
     here, there = (written(tmp_path / name, b"weights") for name in ("here", "there"))
     (there / "optimizer.pt").symlink_to(tmp_path / "nowhere")

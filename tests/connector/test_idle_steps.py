@@ -75,8 +75,7 @@ class TestScheduling:
     def idle_steps(
         self, monkeypatch: pytest.MonkeyPatch, resumes: bool = False, **parallel: Any
     ) -> list[StepMetadata]:
-        """What D says to its workers in five steps without tokens, with vLLM configured so. `resumes`: each
-        puts a request back into vLLM's queue."""
+        """What D tells its workers in five steps without tokens. `resumes`: each puts back a request."""
         if parallel.get("nnodes"):
             monkeypatch.setattr(describe, "refuse_what_cannot_pair", lambda config: None)
         config = instances.vllm_config("D")

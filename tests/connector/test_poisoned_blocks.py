@@ -108,8 +108,7 @@ def prompts_come(p: Engine, d: Engine, longest: int, lengths: Sequence[int]) -> 
 
 @pytest.mark.parametrize(("kind", "stages", "budget"), [(GEMMA, (3, 5), 48), (QWEN, (3, 1), 200)], ids=str)
 def test_stages_of_whole_models(kind: Kind, stages: tuple[int, int], budget: int, engines: Start) -> None:
-    """P with PP 2 x TP 2, whose first stage has no layer that sees all; D with TP 1. The layers of vLLM's own
-    models, and the blocks that it gives them."""
+    """P with PP 2 x TP 2, whose first stage has no layer that sees all; D with TP 1; vLLM's own layers."""
     p, d = engines(2, 1, blocks=160, kind=kind, budget=budget, stages=(stages, None))
     whole = {name for name, spec in d.specs.items() if type(spec) is FullAttentionSpec}
     assert whole and whole.isdisjoint(p.stages[0]) and len(d.kv_config.kv_cache_groups) > 1

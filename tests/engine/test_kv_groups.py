@@ -57,8 +57,7 @@ class Pair(VirtualPair):
         self.d.do(do.Load("k", cached, STOP, D_TABLES))
 
     def arrives(self, cached: int) -> None:
-        """Every rank of D holds what P computed, and nothing of the tokens that it has or computes by
-        itself."""
+        """Every rank of D holds what P computed, and nothing of the tokens that D has or computes."""
         self.d.wait(do.Loaded("k"))
         heads = sum(len(ATTENTION.on_rank(each.hello.rank, len(self.d.ranks))) for each in self.d.ranks)
         own = cached * heads * ATTENTION.content

@@ -17,8 +17,7 @@ OPTIONS = {"lease_seconds": 20.0, "chunk_bytes": 32 << 10}
 
 
 def shape(layers: tuple[int, ...], kv_heads: int, tp: int, block: int = 16, **context: int) -> Geometry:
-    """An engine with room for two prompts; 16 bytes of KV for each token and head. `context`: pcp, dcp,
-    interleave."""
+    """With room for two prompts; 16 bytes of KV for a token and head. `context`: pcp, dcp, interleave."""
     return Geometry(layers, kv_heads, tp, block, content=4, blocks=2 * -(-TOKENS // block) + 5, **context)
 
 
@@ -141,8 +140,7 @@ def test_many_ranks(links, shapes):
 @one_kind
 @pytest.mark.parametrize("shapes", CONTEXT.values(), ids=CONTEXT)
 def test_context_parallel_ranks(links, shapes):
-    """Tokens divided over the ranks of P, of D or of both: chunks and prefixes end anywhere, and a prompt may
-    have no token on some rank."""
+    """On P, D or both; chunks and prefixes end anywhere, and a prompt may have no token on some rank."""
     all_arrive(links, shapes, Prompt("a", cached=37), Prompt("b", 1, chunk=TOKENS, cached=1000))
 
 

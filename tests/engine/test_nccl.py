@@ -66,9 +66,8 @@ def test_an_error_within_a_group_costs_that_link_only(make_nccl: Make, role: str
     ("moving", "fenced", "pause"), [(True, False, 2e-5), (False, True, 1e-3), (True, True, 2e-5)]
 )
 def test_how_often_a_rank_looks(make_nccl: Make, moving: bool, fenced: bool, pause: float) -> None:
-    """Often while NCCL has something under way: nobody wakes it when a message has arrived, and each look may
-    launch one only. At a fence alone once in a millisecond: each look is a call to the driver, and a prefill
-    may take seconds."""
+    """Often while NCCL has something under way: nobody wakes it when a message has arrived. At a fence alone
+    once in a millisecond: each look is a call to the driver, and a prefill may take seconds."""
     rank, forward = make_nccl("P").ranks[0].rank, Forward()
     seen: list[float] = []
 

@@ -26,8 +26,7 @@ TP1 = Geometry()
 
 @dataclass
 class Cluster:
-    """Engines on simulated devices. Of one hardware queue each, if no more are asked for: all streams share
-    it."""
+    """Engines on simulated devices, by default of one hardware queue each, which all streams share."""
 
     processors: int = 132
     queues: int = 1
@@ -76,8 +75,7 @@ def held(cluster: Cluster, p: Engine, d: Engine, key: str) -> Callable[[], None]
 
 
 def test_d_computes_while_p_is_held_up_and_when_it_is_killed(cluster: Cluster) -> None:
-    """Two Ps and a D, tensor-parallel over two ranks: D's steps, with an all-reduce in each, go on, and a P
-    that sends nothing takes no multiprocessor of D's."""
+    """Of two Ps and a D of TP 2: D's steps, each with an all-reduce, go on, and a silent P takes nothing."""
     ps, d = [cluster.engine("P") for _ in range(2)], cluster.engine("D")
     model = cluster.model(d)
     go_on = [held(cluster, p, d, f"k{number}") for number, p in enumerate(ps)]
@@ -98,8 +96,7 @@ def test_d_computes_while_p_is_held_up_and_when_it_is_killed(cluster: Cluster) -
 def test_ranks_that_compute_and_push_never_wait_in_a_circle(
     cluster: Cluster, queues: int, processors: int
 ) -> None:
-    """A link from each of two ranks to each of two others. With 32 multiprocessors a rank may have one of
-    them on its device at once."""
+    """Links from each of two ranks to two others; with 32 multiprocessors a device has room for one."""
     cluster.queues, cluster.processors = queues, processors
     p, d = cluster.engine("P", Geometry(layers=(2, 2)), chunk_bytes=1024), cluster.engine("D")
     over = threading.Event()
@@ -125,8 +122,7 @@ def test_ranks_that_compute_and_push_never_wait_in_a_circle(
 
 
 def test_a_p_that_is_held_up_does_not_keep_another_from_sending(cluster: Cluster) -> None:
-    """D's multiprocessors suffice for one link at a time, and what one P has not decided does not hold up
-    what the other sends."""
+    """D's multiprocessors suffice for one link; what one P has not decided holds up no other's sends."""
     cluster.processors = 32
     first, second = (cluster.engine("P", TP1, lease_seconds=3.0) for _ in range(2))
     d = cluster.engine("D", TP1, lease_seconds=3.0)

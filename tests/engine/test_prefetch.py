@@ -193,8 +193,7 @@ def test_another_prompt_of_that_name_is_refused(pair: Pair, tokens: int, digest:
 
 @pytest.mark.parametrize("how", ["D's link breaks", "P gives it up"])
 def test_what_was_pushed_for_nothing_costs_nothing(pair: Pair, how: str) -> None:
-    """P has kept its pages: the request loads as if nothing had come. P gives up if D was silent for a lease,
-    and D goes on with what P does not know any more."""
+    """P has kept its pages. It gives up if D was silent for a lease, and D goes on with what P forgot."""
     pair.push_half_ahead()
     if how == "P gives it up":
         pair.p.rank.core.prefill.transfers._expire(pair.clock.now + LEASE + 0.5)

@@ -42,8 +42,7 @@ def allocations(text: str) -> dict[str, int]:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """Of each process's log there: what it allocated, how many channels its communicators have, and the ways
-    that they took."""
+    """Of each process's log: what it allocated, its communicators' channels, and the ways that they took."""
     found = []
     for path in sorted(folder.iterdir()):
         text = path.read_text(encoding="utf-8", errors="replace")

@@ -17,8 +17,7 @@ DEVICES = [
 
 @pytest.mark.parametrize("devices", [pytest.param(["cpu"], id="cpu"), *DEVICES])
 def test_ranks_that_share_the_heads_get_what_p_computed(devices: list[str]) -> None:
-    """Each rank of D looks at samples of what it got, and says how many bytes it wrote. Several of them on a
-    CPU: tests/cli/test_bench.py."""
+    """Ranks of D look at samples, and count bytes. Several of them on a CPU: tests/cli/test_bench.py."""
     link, wide = ("host", (1,)) if devices == ["cpu"] else ("nccl", (1, 2, 4))
     with fan_out(link, devices, wide, TOTAL, 1 << 20) as fans:
         rows = fanout.rows_of(fans, wide, 2)

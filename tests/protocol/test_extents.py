@@ -62,8 +62,7 @@ class Pair:
         return {group: [tokens] * (extent.layer_stop - extent.layer) for group, extent in each}
 
     def ready(self) -> set[Row]:
-        """By hand: a unit is ready when all tokens of it that are wanted are computed; a row per request when
-        all tokens before it are."""
+        """By hand: a unit when its wanted tokens are computed, a row per request when all before it are."""
         found = set()
         for group, extent in self.extents.by_group.items():
             for row in all_rows(extent):

@@ -113,8 +113,7 @@ def test_mutations_are_messages_or_refused(message: AnyMessage, data: st.DataObj
 
 
 def test_tags_are_those_that_peers_know_whatever_the_classes_are_called() -> None:
-    """Another tag is another protocol: PROTOCOL_VERSION has to move with it. (`Partners` passes only between
-    the ranks of one engine.)"""
+    """With another tag PROTOCOL_VERSION has to move. (`Partners` passes between the ranks of one engine.)"""
     assert messages.PROTOCOL_VERSION == 5
     assert " ".join(sorted(kind.__struct_config__.tag for kind in KINDS)) == (
         "Ahead Cancel Chunk Done Elsewhere Failed Grant Heartbeat HeartbeatAck Hello Inspect LinkAccept "

@@ -32,8 +32,7 @@ def found() -> str | None:
 
 @dataclass
 class Browser:
-    """One page. `complaints`: what the page or the browser said of errors, violations of its policy
-    included."""
+    """One page. `complaints`: what it or the browser said of errors, also of violations of its policy."""
 
     socket: aiohttp.ClientWebSocketResponse
     session: str = ""

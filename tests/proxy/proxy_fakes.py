@@ -109,8 +109,7 @@ def outcomes(instance: Instance) -> list[bool]:
 
 @dataclass(eq=False)
 class Line:
-    """A connection of an instance to the discovery address, of tests that have none. `full`: nothing can be
-    sent over it; `told`: what was."""
+    """A connection of an instance, of tests that have none. `full`: takes nothing; `told`: what was sent."""
 
     open: bool = True
     member: bool = False
@@ -366,8 +365,7 @@ class Front:
         headers: dict[str, str] | None = None,
         **fields: Any,
     ) -> aiohttp.ClientResponse:
-        """The response's head; the body is the caller's to read. `fields` are those of a body that is not
-        given."""
+        """The response's head; its body is the caller's to read. `fields`: of a body that is not given."""
         body = {"model": "tiny", "prompt": "hi", "max_tokens": 5, **fields} if body is None else body
         return await self.client.post(self.url + path, json=body, headers=headers)
 
@@ -481,8 +479,7 @@ async def deployed(
     guard: Access | None = None,
     **options: Any,
 ) -> AsyncIterator[Deployment]:
-    """Fails if anything is still held for a request at the end. `options`: bounds, where no `limits` are
-    given, and what else an app takes."""
+    """Fails if a request still holds anything at the end. `options`: bounds, and what else an app takes."""
     bounds = {name: options.pop(name) for name in Limits.__dataclass_fields__ if name in options}
     async with AsyncExitStack() as cleanup:
         registry = Registry(life, lease=lease)

@@ -25,8 +25,7 @@ DEFAULT_TOKENS = 40
 
 @dataclass
 class Model:
-    """Chooses the next token. `salt`: models with another one generate something else; so does a sampler with
-    another seed. `ends`: whether it may end an answer by itself."""
+    """Chooses the next token, another one with another `salt`. `ends`: it may end an answer by itself."""
 
     salt: int = 0
     ends: bool = True

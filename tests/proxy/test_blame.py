@@ -221,8 +221,7 @@ async def test_a_stream_that_d_has_accepted_goes_to_another_p_at_once(status: in
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_every_p_refuses_d_answers_and_no_p_is_blamed(dispatch: Dispatch, stream: bool) -> None:
-    """Else one client could have all P's paused: P is asked for one token, which vLLM does not allow with
-    every parameter."""
+    """Else one client could have all P's paused: vLLM does not allow one token with every parameter."""
     async with deployed(dispatch, prefill=2, decode=1) as deployment:
         all_do(deployment.prefills, answer_error(400, "thinking.budget_tokens must be less than max_tokens"))
         deployment.d.behaviour = with_a_p(never_a_token if stream else never)

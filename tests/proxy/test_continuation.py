@@ -356,8 +356,7 @@ GIVES_UP: LossReason = (
 
 
 def generates(engine: Engine = ENGINE, lost_after: int = 0, loss: LossReason = DIES) -> Behaviour:
-    """Streams the engine's answer; `lost_after`: events after which it is lost, 0 for never, or how many of
-    the last ones are lost as a negative number."""
+    """Streams the engine's answer. `lost_after`: so many events, 0 for never, negative from the end."""
 
     def streamed(seen: Seen) -> Behaviour:
         events = engine.events(seen.path, seen.body, seen.request_id)

@@ -297,8 +297,7 @@ def test_these_are_all_endpoints_with_a_p() -> None:
 
 @pytest.mark.parametrize("path", sorted(REQUESTS))
 def test_vllm_takes_ps_body_whenever_it_takes_ds(path: str) -> None:
-    """Every field is drawn, that of a later vLLM, too; some are refused with each value, as vLLM has no use
-    for them."""
+    """Of every field, a later vLLM's too; some are refused with each value, as vLLM has no use for them."""
     least, kind = {"model": "m"} | LEAST[path], REQUESTS[path]
     drawn = fields_of(kind)
     assert {info.alias or name for name, info in kind.model_fields.items()} == set(drawn)

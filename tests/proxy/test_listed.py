@@ -37,8 +37,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeRank:
-    """Rank 0 of an instance, as far as it answers Inspect. `says` may change at will. `inspected`: how often
-    it was asked."""
+    """Rank 0 as far as it answers Inspect; `says` may change at will. `inspected`: how often it was asked."""
 
     def __init__(self, role: Role, members: Members | None = None, /, **says: Any) -> None:
         self.role: Role = role

@@ -398,8 +398,7 @@ def asked(prefix: str) -> set[str]:
 
 
 def test_the_board_is_in_order() -> None:
-    """Every series in a query is ours or vLLM's, so that no name escapes the tests beside this one; every
-    target asks the source that the user chooses; panels lie side by side and are told apart."""
+    """Series are ours or vLLM's, targets ask the source that the user chooses, panels lie side by side."""
     for query in QUERIES:
         selected = re.findall(r"([A-Za-z_:][\w:]*)(?=[{\[])", query)
         assert selected or query.startswith("label_values("), query

@@ -258,8 +258,7 @@ def cost(of: RoutingRequest) -> float:
 def test_shares_follow_weights_within_two_requests(
     weights: list[float], sizes: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    """While two have requests waiting, neither gets more for its weight than the other but for one request of
-    each, whatever they ask for and in whatever order they came."""
+    """While two have requests waiting, neither gets more for its weight, but for one request of each."""
     tenants = some(*weights)
     whose = data.draw(st.lists(st.sampled_from(tenants), min_size=len(sizes), max_size=len(sizes)))
     asked = [request(who, tokens, answer) for who, (tokens, answer) in zip(whose, sizes, strict=True)]

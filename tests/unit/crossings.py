@@ -64,8 +64,7 @@ def counted() -> Iterator[Counter[Crossing]]:
 
 
 def crossings() -> dict[str, tuple[Counter[Crossing], Counter[Crossing]]]:
-    """By phase, for one layer in the middle of a prompt: its way, and what that turn would have done
-    anyway."""
+    """By phase, for a layer amid a prompt: its way, and what that turn would have done anyway."""
     pair = VirtualPair(Geometry(blocks=8), chunk_bytes=2048)  # the bytes of one layer
     p, d, tokens, blocks = pair.p, pair.d, 33, [0, 1, 2]
     expect(p, d, tokens=tokens)

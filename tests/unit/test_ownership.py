@@ -50,8 +50,7 @@ def name_of(node: ast.expr) -> str:
 
 
 def written(tree: ast.AST) -> Iterator[ast.expr]:
-    """What is assigned, deleted or changed, but for names that are assigned: `a.b = 1`, `a[c] = 1`,
-    `a.b.append(1)`."""
+    """What is assigned, deleted or changed in a name: `a.b = 1`, `a[c] = 1`, `a.b.append(1)`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
             yield node.func.value
@@ -109,8 +108,7 @@ COMMON = re.compile(r"(.*\b_?counters|record)\.\w+")
 
 
 def test_no_file_of_the_proxy_writes_to_anothers_fields() -> None:
-    """But for the counters, which all increment, a filter's log record, and membership's own files, which are
-    one unit."""
+    """But for the counters, a filter's log record, and membership's own files, which are one unit."""
     found = [
         f"{path.name}:{each}"
         for path in PROXY

@@ -53,8 +53,7 @@ def dcp_sizes(tp: int, pcp: int) -> list[int]:
 
 
 def local_caches(shape: Shape) -> list[Cells]:
-    """[layers, heads, tokens] of every rank, each cell holding its own global number; nothing of p2pkv is
-    used."""
+    """[layers, heads, tokens] of every rank, each cell its own global number, without p2pkv."""
     total = np.arange(sum(shape.layers) * shape.heads * TOKENS).reshape(-1, shape.heads, TOKENS)
     bounds, held = np.cumsum([0, *shape.layers]), []
     for stage, pcp_rank, rank in product(*map(range, (len(shape.layers), shape.pcp, shape.tp))):
@@ -81,8 +80,7 @@ def weight(edge: Edge) -> int:
 
 
 def carry_out(plan: Plan, group: int) -> tuple[list[Cells], list[Cells]]:
-    """What arrives in each D rank's part of a group (-1 where nothing does), and how often each cell is
-    written."""
+    """What arrives in each D rank's part of a group (-1: nothing), and how often each cell is written."""
     source = local_caches(plan.prefill[group])
     arrived = [np.full_like(cache, -1) for cache in local_caches(plan.decode[group])]
     written = [np.zeros_like(cache) for cache in arrived]

@@ -31,8 +31,7 @@ NOTICED = 0.2
 
 
 class Line:
-    """One end of a connection, with the methods of p2pkv's own Connection. `address` is set at the dialing
-    end."""
+    """One end of a connection, as p2pkv's own Connection; the dialing end has an `address`."""
 
     def __init__(self, address: Address | None) -> None:
         self.address = address

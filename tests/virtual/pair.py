@@ -134,8 +134,7 @@ class VirtualEngine(engines.Engine):
 
 
 class VirtualPair:
-    """`p` and `d`, with these options. `both`: each has both roles. `on_d`: D's geometry, if it is
-    another."""
+    """`p` and `d`, with these options. `both`: each has both roles. `on_d`: D's geometry, if another."""
 
     def __init__(
         self,

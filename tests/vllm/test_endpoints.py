@@ -200,8 +200,7 @@ def test_a_conversation_by_ids(fleet: Fleet, dispatch: str, streamed: bool) -> N
 
 @first_dispatch
 def test_what_is_counted(fleet: Fleet, dispatch: str) -> None:
-    """A fresh prompt has no cached tokens, whatever D got from P; one that was asked before has as many as on
-    one server."""
+    """Nothing of a fresh prompt is cached, whatever came from P; of a repeated one as on one server."""
     pair = counts(fleet.proxy(dispatch).base_url, f"counts {dispatch}")
     single = counts(fleet.single.base_url, f"counts {dispatch}")
     assert pair == single

@@ -108,8 +108,7 @@ def ask(base_url: str, path: str, body: dict[str, Any]) -> Heard:
 
 
 def request(number: int, single: str) -> tuple[str, dict[str, Any]]:
-    """Completions and chats, with prefixes that others share; some end with their first token, some with a
-    stop string across its border or behind it."""
+    """With prefixes that others share; some end with the first token, or with a stop string across it."""
     chat = number % 2
     path = "/v1/chat/completions" if chat else "/v1/completions"
     body: dict[str, Any] = {"model": MODEL_NAME, "max_tokens": (12, 1, 30, 2)[number // 2 % 4], **GREEDY}

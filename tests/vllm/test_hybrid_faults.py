@@ -26,8 +26,7 @@ PROMPTS, LENGTH, ANSWER = 8, 500, 16
 
 @dataclass(frozen=True)
 class Kind:
-    """`tie`: two tokens closer than this in log-probability may swap places, for roundings. `plugins`: those
-    of the tests that vLLM needs for this model."""
+    """`tie`: tokens closer than this in log-probability may swap places. `plugins`: that this model needs."""
 
     model: tiny_model.TinyFiles
     dtype: str

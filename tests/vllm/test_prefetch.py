@@ -54,8 +54,7 @@ def come_ahead(fleet: Fleet, taker: VllmServer, *prompts: list[int]) -> None:
 
 
 def test_two_tokens_may_come_ahead(fleet: Fleet, taker: VllmServer) -> None:
-    """P pushes so few when it answers, so the request that follows may overtake them: not each time. Nor are
-    P and D connected when the first comes."""
+    """The request that follows may overtake so few; nor are P and D connected when the first comes."""
     before, numbers = counter(taker, "bytes_prefetched"), count()
 
     def ahead() -> bool:

@@ -386,8 +386,7 @@ def test_a_prompt_half_cached(lane: Lane, side: str, request: pytest.FixtureRequ
 
 @pytest.mark.parametrize("more", [0, 38])
 def test_what_has_come_is_a_prefix_for_others(lane: Lane, more: int, request: pytest.FixtureRequest) -> None:
-    """D caches the whole blocks of it, with a state if it has one at their end, and of a window all tokens
-    that a shorter prompt sees."""
+    """D caches whole blocks, with a state at their end, and of a window all that a shorter prompt sees."""
     _needs_prefixes(lane)
     stop, block = lane.family.cached + more, lane.shapes[1].block
     whole = stop // block * block

@@ -172,8 +172,7 @@ def test_weights_that_are_loaded_anew_on_one_side_and_then_on_the_other_under_lo
 
 
 def test_an_update_in_several_calls_with_a_version(servers: Servers) -> None:
-    """No trainer sends anything here, so that the weights stay what they are. What is seen is when KV moves.
-    Between the first and the last call vLLM cannot compute."""
+    """Nothing is sent, so weights stay: what is seen is when KV moves. vLLM cannot compute in between."""
     for server, version in ((servers.p, {"weight_version": "step-1"}), (servers.d, {})):
         client.post(f"{server.base_url}/start_weight_update", {})
         client.post(f"{server.base_url}/finish_weight_update", version)

@@ -111,8 +111,7 @@ def vllm_config(
 
 
 def be_data_parallel(config: VllmConfig, index: int, start: int = 0, size: int = 1) -> None:
-    """What vLLM leaves in the configuration of a data-parallel engine whose node has those from `start` on.
-    `size`: 1 for dense models, whatever --data-parallel-size is."""
+    """What vLLM leaves in the configuration of an engine. `start`: its node's first; `size`: 1 if dense."""
     parallel = config.parallel_config
     parallel.data_parallel_index, parallel.data_parallel_rank_local = index, index - start
     parallel.data_parallel_size, parallel.data_parallel_rank = size, index if size > 1 else 0

@@ -84,8 +84,7 @@ class Kind:
         }
 
     def kv_config(self, config: VllmConfig, blocks: int) -> KVCacheConfig:
-        """vLLM's own division of the layers into groups, and its plan of their memory; `config` is made to
-        fit."""
+        """vLLM's own groups of the layers, and its plan of their memory; `config` is made to fit."""
         cache, tp = config.cache_config, config.parallel_config.tensor_parallel_size
         cache.enable_prefix_caching = self.caching
         config.scheduler_config.enable_chunked_prefill = True  # vLLM's CPU has none for MLA
@@ -311,8 +310,7 @@ class Contents:
         self.tokens = len(hashes)
 
     def rows(self, span: range, layer: int, heads: range, view: torch.Tensor) -> torch.Tensor:
-        """[token, head, content] of these tokens, in the type of the layer's blocks; where a row is for
-        several, `span` has the last ones."""
+        """[token, head, content] of these tokens; where a row is for several, `span` has the last ones."""
         hashes = self._hashes[span.start : span.stop : span.step, None, None]
         return _values(hashes, layer, _factors(heads, view.shape[-1])).to(view.dtype)
 

@@ -284,8 +284,7 @@ class Engine(Instance):
         rows.put(table, *self._kept(rank, layer, made, rows.complete(span)))
 
     def _kept(self, rank: int, layer: int, made: Contents, ends: range) -> tuple[list[int], torch.Tensor]:
-        """Of the rows that end with these tokens those that a rank keeps: where among its own, and what they
-        hold."""
+        """Of the rows that end with these tokens a rank's own: where they lie there, and what they hold."""
         view, spec = self._layer(rank, layer)
         rows = made.rows(ends, layer, heads_of(spec, *self._place(rank)), view)
         if self._dcp == 1:

@@ -61,8 +61,7 @@ def _nothing() -> None:
 
 @dataclass(eq=False)
 class Memory:
-    """What something that is queued may touch. `stream`: for which torch took it. `uses`: the streams
-    on which torch has seen it used, of pinned memory."""
+    """What queued work may touch. `stream`: for which torch took it; `uses`: of pinned memory, by torch."""
 
     what: str
     start: int

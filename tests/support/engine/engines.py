@@ -33,8 +33,7 @@ READY = make_recorder(torch.device("cpu"))()
 
 
 def plain_links(kind: str, staging: int = 1 << 20) -> Callable[[str, int], LinkFactory]:
-    """The links of each rank of a pair, by side and rank: through one "memory" network, "shared-memory" or
-    "tcp"."""
+    """Links by side and rank: through one "memory" network, "shared-memory" or "tcp"."""
     network = MemoryNetwork()
     if kind == "memory":
         return lambda side, rank: network.rank(staging)

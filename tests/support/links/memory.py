@@ -37,8 +37,7 @@ class MemoryNetwork:
         self.wires: dict[bytes, _Wire] = {}
 
     def rank(self, staging_bytes: int = _DEFAULT_STAGING) -> MemoryLinks:
-        """The factory of one more rank: a D whose receives may hold `staging_bytes` together, or a P whose
-        sends may hold them on each link."""
+        """One more rank's factory: a D whose receives, or a P whose sends of a link, hold so many bytes."""
         return MemoryLinks(self, staging_bytes)
 
     def wire(self, name: bytes) -> _Wire:

@@ -55,8 +55,7 @@ def make_factories(kind: str) -> tuple[LinkFactory, LinkFactory]:
 
 
 def links_of(kind: str, staging: int = 4 * STAGING) -> LinkFactory:
-    """Those of one rank, of a kind that leaves its process. Raises ValueError for one that is not registered,
-    or needs a GPU."""
+    """Those of one rank. Raises ValueError for a kind that is not registered, or needs a GPU."""
     if kind == "nccl":
         return nccl_links(staging=staging)
     if kind == "ipc":

@@ -110,8 +110,7 @@ class TinyDeepseek(TinyRandom):
 
 @dataclass(frozen=True, kw_only=True)
 class TinyGemma(TinyRandom):
-    """A tiny Gemma-3 with random weights: three layers that see a sliding window to each one that sees all.
-    `window`: tokens that a layer with a window sees, itself counted."""
+    """A tiny Gemma-3 with random weights: three layers with a window, itself counted, to one without."""
 
     family = "gemma"
     recipe = 2
@@ -240,8 +239,7 @@ class TinyFalconH1(TinyRandom):
 
 @dataclass(frozen=True, kw_only=True)
 class TinyMoe(TinyRandom):
-    """A tiny Qwen3 with random weights and a mixture of experts in every layer. Every token goes to
-    `chosen` of `experts`."""
+    """A tiny Qwen3 with random weights; in every layer each token goes to `chosen` of `experts`."""
 
     family = "moe"
     head_dim: int = 32

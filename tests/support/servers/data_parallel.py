@@ -34,8 +34,7 @@ def known(proxy: ProxyServer, prefill: int, decode: int) -> None:
 
 
 def serves_as_one(url: str, single: str, probes: Path, seed: str) -> int:
-    """Prompts of each length, 16 at once, of which every other one is half cached: blocks and answers. How
-    many there were."""
+    """Prompts of each length, 16 at once, every other one half cached: blocks, answers, and how many."""
     prompts = [tokens(length, f"{seed} {length} {count}") for length in LENGTHS for count in range(4)]
     halves = [prompt[: len(prompt) // 2] for prompt in prompts[::2] if len(prompt) > 2 * BLOCK]
     compared = Compared(probes)

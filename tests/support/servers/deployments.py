@@ -98,8 +98,7 @@ LOSSES: dict[str, Callable[[VllmServer], None]] = {
 
 @dataclass
 class Deployment:
-    """`engines`: how many P and the first D have. `lockstep`: whether those compute in lockstep, as vLLM does
-    with experts."""
+    """`engines`: of P and of the first D; `lockstep`: those compute so, as vLLM does with experts."""
 
     p: VllmServer
     ds: list[VllmServer]
