@@ -150,7 +150,6 @@ class Jobs:
             self._settle(job)
 
     def check(self) -> None:
-        """Whether a request is beyond its deadline."""
         now = self._now()
         for job in list(self.open.values()):
             for engine, waits in ((job.prefill, job.in_prefill), (job.decode, job.in_decode)):
@@ -161,7 +160,6 @@ class Jobs:
                     break
 
     def report(self) -> None:
-        """What has become of them, for a person."""
         print(f"{self.outcomes.total()} transfers, {self.nbytes / 1e6:.1f} MB compared")
         for outcome, count in sorted(self.outcomes.items()):
             print(f"  {count:5} {outcome}")
@@ -188,7 +186,6 @@ class Run:
             self.jobs.ask(p, d, must=must, longest=longest)
 
     def report(self, seed: str) -> None:
-        """What has happened, for a person."""
         print(f"seed {seed}: {self.faults.total()} faults in {self.now:.0f} s")
         print(f"the model has {next(iter(self.machines.values())).build.model}")
         print("ranks: " + ", ".join(f"{name} {each.build.ranks}" for name, each in self.machines.items()))

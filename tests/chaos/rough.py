@@ -119,7 +119,6 @@ class Relay:
                 each.close()
 
     async def _carry(self, way: str, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        """One way of a connection, to its end."""
         manner, shut, sent = self.manner, False, 0
         with contextlib.suppress(OSError):
             while data := bytearray(await source.read(BUFFERED)):
@@ -187,7 +186,6 @@ class RoughLinks(WrappedLinks):
 
 
 def tcp(host: str) -> HostLinks:
-    """Links of a rank of the run, which share no memory."""
     return HostLinks(host, STAGING, shared_memory=False)
 
 

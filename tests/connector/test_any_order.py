@@ -61,7 +61,6 @@ class Play:
             self.at.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def change(self) -> None:
-        """Its weights."""
         connector = self.at.scheduler.connector
         connector.generation.call("update_it", (), {}, lambda: None)
         assert self.at.scheduler.reset_connector_cache()

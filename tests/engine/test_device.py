@@ -43,7 +43,6 @@ class Pair:
         ends(self.p, self.d, key)
 
     def free(self) -> None:
-        """Both devices work from now on."""
         self.on_p.free()
         self.on_d.free()
 

@@ -26,7 +26,6 @@ def pair() -> VirtualPair:
 
 
 def cut(pair: VirtualPair) -> None:
-    """The connections that there are end."""
     for way in list(pair.network.ways):
         if not way.dead:
             pair.network.cut(way)

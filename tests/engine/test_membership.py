@@ -28,7 +28,6 @@ ELSEWHERE = Networks.parse(["10.0.0.0/8"])
 
 @pytest.fixture
 def lone(make_memory):
-    """Engines that the test makes by itself."""
     return lambda role, secret=SECRET, **options: make_memory(role, secret=secret, **options)
 
 

@@ -40,12 +40,10 @@ class Pair(VirtualPair):
         self.p.do(do.Forget(key))
 
     def fetch_all(self, tokens: int, start: int = 0) -> None:
-        """The request comes, and nothing is left."""
         self.fetch("k", tokens, start)
         self.end("k")
 
     def end(self, *keys: str) -> None:
-        """P's blocks are free, and nothing is left."""
         for key in keys:
             self.finish(key)
         self.rest()

@@ -46,7 +46,6 @@ ul { list-style: none; padding-left: 0; }
 
 
 def markdown(title: str, blocks: Sequence[Block]) -> str:
-    """The page in Markdown as GitHub reads it."""
     parts = [f"# {title}", *map(_markdown, blocks)]
     return "\n\n".join(parts) + "\n"
 

@@ -23,7 +23,6 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """In the root of the repository."""
     return run_clean(*command, cwd=ROOT, seconds=110, PYTHONDONTWRITEBYTECODE="1", **environment)
 
 

@@ -22,8 +22,6 @@ ROW = 3
 
 
 class Rig:
-    """A Sender and a clock that stands still until told otherwise."""
-
     def __init__(
         self, terms: Terms = TERMS, expects: Sequence[int] = (0,), wires: Sequence[RowFormat] = (WIRE, WIRE)
     ) -> None:

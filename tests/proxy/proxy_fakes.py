@@ -397,7 +397,6 @@ class Front:
         return await self.client.post(url, headers=headers)
 
     async def text(self, path: str) -> str:
-        """A page."""
         async with self.client.get(self.url + path) as response:
             assert response.status == 200
             return await response.text()
@@ -432,7 +431,6 @@ class Deployment(Front):
         return self.proxy.instances()
 
     def known(self, instance: FakeInstance) -> Instance:
-        """As the proxy knows it."""
         return next(each for each in self.everyone() if each.ping == instance.ping)
 
     def no_more_pings(self, instance: FakeInstance) -> None:

@@ -262,7 +262,6 @@ def sent(content: Any) -> Fields:
 
 
 def check(path: str, body: Fields) -> str:
-    """What vLLM does with it."""
     try:
         made: Body = parse(json.dumps(body).encode(), path)
     except ProxyError as refused:

@@ -322,7 +322,6 @@ class TwoRouters:
             found.healthy = True
 
     def step(self) -> None:
-        """One thing happens."""
         key = self.dice.choice(sorted(self.pings))
         message = self.pings[key]
         instance = self.registry.of(message)

@@ -39,7 +39,6 @@ class UnknownPeer:
         self._right = [m.encode(example(kind)) for kind in KINDS]
 
     def harass(self, machine: Machine, draw: random.Random) -> None:
-        """Connect, speak, and go at some time."""
         assert machine.life is not None
         connection = self._endpoint.dial(machine.outside.shifted(draw.randrange(machine.build.ranks)))
         said = draw.sample(self._wrong, MESSAGES) + draw.sample(self._right, 3)
@@ -48,7 +47,6 @@ class UnknownPeer:
 
 
 def kill(world: World, machine: Machine, draw: random.Random) -> Heal:
-    """-9; started again."""
     machine.kill()
     world.jobs.lose(machine)
     return draw.uniform(0.05, 1.5), machine.start
@@ -164,7 +162,6 @@ def slow_down(world: World, machine: Machine, draw: random.Random) -> Heal:
 
 
 def harass(world: World, machine: Machine, draw: random.Random) -> Heal:
-    """A bad member says wrong things, and right ones that are not for this rank."""
     world.unknown_peer.harass(machine, draw)
     return 0.0, lambda: None
 

@@ -148,7 +148,6 @@ class Network:
         return self.draw.expovariate(1 / LATENCY) + self.draw.uniform(0.0, self.slow)
 
     def holds(self, source: Endpoint, target: Endpoint) -> bool:
-        """Whether nothing goes this way now."""
         return self._held.get((source.name, target.name), 0) > 0
 
     def hold(self, source: str, target: str, by: int) -> None:
@@ -258,7 +257,6 @@ class Endpoint:
     # What the network tells.
 
     def take(self, connection: Line, data: bytes) -> None:
-        """A message has come."""
         if self.listens and connection.way is not None:
             self._inbox.append((connection, data, connection.way))
             self._ring()
@@ -271,7 +269,6 @@ class Endpoint:
             self.redial(connection)
 
     def vanish(self) -> None:
-        """The process has ended."""
         self.listens = False
         for way in self._network.of(self.name):
             if self in (way.source, way.target) and not way.dead:

@@ -69,7 +69,6 @@ class Pool:
             self._move(p, d)
 
     def _read(self, instance: Instance) -> None:
-        """What its rank was ordered."""
         for command in instance.rank.log:
             match command:
                 case do.OfferPrompt():

@@ -66,7 +66,6 @@ each_policy = pytest.mark.parametrize("policy", ["recompute", "fail"])
 
 @cache
 def write(model: TinyFiles) -> Path:
-    """The folder of a tiny model."""
     return ensure_model(model, Path(tempfile.gettempdir()) / "p2pkv-connector-tests")
 
 

@@ -305,7 +305,6 @@ class SimulatedCuda:
 
     @property
     def stream(self) -> int:
-        """The calling thread's."""
         return getattr(self._here, "stream", 0)
 
     @contextlib.contextmanager

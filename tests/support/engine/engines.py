@@ -202,7 +202,6 @@ def cache_of(geometry: Geometry, cache: PagedCache) -> Cache:
 def hello_of(
     options: Options, rank: int, world: int, cache: Cache, digest: str, link: str, incarnation: str = ""
 ) -> Hello:
-    """What one of `world` ranks says of itself."""
     place = options.address
     return Hello(
         version=PROTOCOL_VERSION,

@@ -47,8 +47,6 @@ class MemoryNetwork:
 
 
 class MemoryLinks(LinkFactory):
-    """Of one rank of a MemoryNetwork."""
-
     kind = "memory"
 
     def __init__(self, network: MemoryNetwork, staging_bytes: int) -> None:
@@ -183,8 +181,6 @@ class MemorySend:
 
 
 class MemoryOutbound(Outbound):
-    """P's end."""
-
     def __init__(self, wire: _Wire, share: StagingShare) -> None:
         self.guard = Guard("the memory link to a peer")
         self.taken = 0

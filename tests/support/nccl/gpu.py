@@ -82,7 +82,6 @@ class SimulatedGpu:
         return work
 
     def finish(self, work: Work) -> None:
-        """A kernel that runs has ended."""
         with self._changed:
             if work.done:
                 return
