@@ -52,17 +52,13 @@ Coverage.__init__: a load is done although its state is missing
 +         self._taken
 > tests/engine/test_kv_groups.py
 Extent.sendable: a state travels before the last token of the prompt is computed
--         if self.ready is not None:
--             return self.start
-+         if self.ready is not None:
-+             return self.ceiling if computed else self.start
-== p2pkv/engine/decode.py
+~ return self.start => return self.ceiling if computed else self.start
+== p2pkv/engine/decode.py > tests/engine/test_many_ranks.py::test_context_parallel_ranks
+Decode._rectangle: D writes to where P has read
+~ edge.tokens.on_target(*span) => edge.tokens.on_source(*span)
 > tests/engine/test_cost.py::test_p_sends_a_message_before_it_gathers_the_next_and_d_grants_before_it_writes
 Decode.posted: a grant waits for the write before it
 ~ self._ctx.effects.appendleft( => self._ctx.effects.append(
-> tests/engine/test_many_ranks.py::test_context_parallel_ranks
-Decode._rectangle: D writes to where P has read
-~ edge.tokens.on_target(*span) => edge.tokens.on_source(*span)
 > tests/connector/test_data_parallel.py::test_p_is_released_whichever_of_its_engines_d_has_asked
 Decode.redirected: D has ended its part, and the engine of P that has the request is not sent that
 ~ self._release_other_engine(message.key, engine, now) => pass
@@ -107,15 +103,14 @@ local_groups: an indexer's keys are left out
 > tests/connector/test_attention_rows.py
 make_ready: vLLM sets scales that have been loaded to 1
 ~ impl._ensure_scale_caches(layer.kv_cache) => pass
-== p2pkv/protocol/handshake.py
-> tests/protocol/test_handshake.py::test_only_plain_rows_of_tokens_are_divided_over_ranks
-_check_divided_tokens: tokens of a window are divided over ranks
-~ group.once or group.window or => group.once or
-> tests/protocol/test_handshake.py
+== p2pkv/protocol/handshake.py > tests/protocol/test_handshake.py
 _seen: rings of different sizes are not refused
 ~ if group.once and group.window: => if False:
 _same_of_groups: P and D may have different attention windows
 ~ _seen(mine), _seen(theirs), SAME_RINGS => 0, 0, SAME_RINGS
+> tests/protocol/test_handshake.py::test_only_plain_rows_of_tokens_are_divided_over_ranks
+_check_divided_tokens: tokens of a window are divided over ranks
+~ group.once or group.window or => group.once or
 > tests/protocol/test_row_format.py
 RowFormat.needed: a row is sent of which D has tokens to compute
 ~ stop = stop // self.unit * self.unit => stop = -(-stop // self.unit) * self.unit
@@ -132,24 +127,20 @@ _whole: stages whose layers are out of order are taken as they are
 == p2pkv/config.py > tests/connector/test_describe.py::test_the_ports_of_a_data_parallel_engine
 Options.address: the engines of a data-parallel instance listen on the same ports
 ~ Address(self.host, self.kv_port + self.engine_index * self.engine_ranks) => Address(self.host, self.kv_port)
-== p2pkv/engine/prefill.py
+== p2pkv/engine/prefill.py > tests/virtual/test_both_roles.py
+Prefill.forget: a key that goes in both directions is forgotten in both at once
+~ if command.role == "D": => if False:
 > tests/connector/test_data_parallel.py::test_each_engine_of_p_serves_each_engine_of_d
 Prefill.hold: the engine in the id is not sent which engine has the request
 ~ command.named is not None => False
 Prefill._is_for: a prompt is for the engine of D in the id alone
 ~ if entry.peers or not is_engine_of(entry.decode, peer.hello): => if True:
-> tests/virtual/test_both_roles.py
-Prefill.forget: a key that goes in both directions is forgotten in both at once
-~ if command.role == "D": => if False:
 > tests/virtual/test_engine_cores.py
 Prefill.heartbeat: P confirms requests although its engine core is stopped (K4)
 ~ if not self._ctx.steps.trouble(now): => if True:
 > tests/engine/test_page_ownership.py
 Prefill.fill: pages are taken back in the middle of a gather
-- with revoked.reading:
--             filler
-+ if True:
-+             filler
+~ with revoked.reading: => if True:
 == proxy/relay.py > tests/proxy/test_membership.py::test_each_request_goes_to_the_engines_that_its_id_names
 to_instance: the proxy sends no X-data-parallel-rank
 ~ if instance.replica is not None: => if False:
@@ -159,17 +150,16 @@ Relay._watch: a client that reads slowly counts as a silent D
 > tests/proxy/test_failures.py::test_a_d_that_dies_in_its_stream_leaves_an_error_event
 Relay.give_up: bytes that were held back are lost when D dies
 ~             await self._send(self._filter.flush()) =>             pass
-== p2pkv/connector/connector.py
-> tests/connector/test_poisoned_blocks.py::test_prompts_that_end_anywhere_in_a_block
-P2pKvConnector.get_loaded_kv_cache_group_ids: vLLM does not zero the blocks of D's loads
-~         return self._replayed =>         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
-> tests/virtual/test_full_of_each_other.py
+== p2pkv/connector/connector.py > tests/virtual/test_full_of_each_other.py
 P2pKvConnector._schedule: two instances of both roles may hold all their blocks for each other
 ~ held_blocks = (held_blocks - 1) // 3 => held_blocks = held_blocks - 1
 P2pKvConnector._kv_both_quotas: with kv_both loads may take all blocks
 ~ return BlockQuota(third, blocks), BlockQuota(third, blocks => return BlockQuota(third, blocks), BlockQuota(
 P2pKvConnector._kv_both_quotas: with kv_both prompts for others may take all blocks
 ~ return BlockQuota(third, blocks), BlockQuota(third, blocks => return BlockQuota(), BlockQuota(third, blocks
+> tests/connector/test_poisoned_blocks.py::test_prompts_that_end_anywhere_in_a_block
+P2pKvConnector.get_loaded_kv_cache_group_ids: vLLM does not zero the blocks of D's loads
+~         return self._replayed =>         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 > tests/connector/test_idle_steps.py
 P2pKvConnector._skip_next_wait: the engine core sleeps although it has just had an event
 ~         patches.ENGINE_CORE.seconds = 0.0 =>
@@ -296,10 +286,7 @@ _FleetCache.is_valid: how those in doubt are is looked up once
 ~ self._doubtful.items() => ()
 > tests/proxy/test_routing.py::test_who_needs_a_p_is_not_left_to_a_d_alone_where_all_ps_are_in_doubt
 Router._able: who needs a P is left to a D alone
--             if mode is PrefillMode.NEEDED:
--                 raise NoInstance(
-+             if False:
-+                 raise NoInstance(
+~ if mode is PrefillMode.NEEDED: => if False:
 > tests/proxy/test_registry.py::test_in_a_large_fleet_requests_go_to_pairs_that_have_links
 Router.choose: in a fleet larger than max_links a request goes to a pair without a link
 ~ elif fleet.linked_pairs is not None => elif False
@@ -371,11 +358,9 @@ _Worker.follow: the process that announces outlives a worker that has not read a
 ~ contextlib.suppress(ConnectionError) => contextlib.suppress(KeyError)
 _Worker.ping: an instance in trouble is announced (K4)
 ~ if silent or last.trouble: => if silent:
-== proxy/membership/prober.py
-> tests/proxy/test_blame.py::test_of_a_d_that_hangs_another_one_answers
+== proxy/membership/prober.py > tests/proxy/test_blame.py::test_of_a_d_that_hangs_another_one_answers
 Prober._doubt: requests stay at a D whose engine hangs behind a server that answers (K4)
 ~ instance.lost("hung") => pass
-> tests/proxy/test_blame.py::test_of_a_d_that_hangs_another_one_answers
 Prober._doubt: requests wait for ever at a D whose engine hangs behind a living server
 ~       if instance.left is None and self._overdue(instance, now := self._clock()) =>       if False
 > tests/proxy/test_membership.py::test_an_answer_that_comes_within_a_second_of_the_goodbye_is_taken
@@ -400,10 +385,7 @@ Worker.wake: blocks of prompts that P had before its sleep are never free
 Rank.trouble: a rank whose thread has ended is announced (K9)
 ~ if self.failure or not self.alive: => if False:
 Rank.__init__: a thread that cannot begin does not fail the start (K9)
-- if self.failure:
--             raise RuntimeError
-+ if False:
-+             raise RuntimeError
+~ if self.failure: => if False:
 > tests/engine/test_thread.py::test_an_event_ends_the_forward_threads_wait
 Rank._report: an event does not end the wait of an idle step
 ~ self._event_set.set() => pass
@@ -444,6 +426,9 @@ OutboundLink.next_send: a message that P's staging can never hold stops P's whol
 > tests/engine/test_preconnect.py
 DecodePeers.hello: on P a link that is built ahead takes another's place
 ~ parked=full => parked=False
+> tests/engine/test_nccl.py
+DecodePeer.go_on: P launches sends together although D cannot
+~ self.hello.together is True => True
 == p2pkv/engine/roles.py > tests/engine/test_preconnect.py
 DecodeRole.look: a link that no request uses is closed after a minute although the proxy names its P
 ~  or self.preconnect.keeps(peer) =>
@@ -519,9 +504,14 @@ NcclOutbound._group_at: more bytes are launched together than nccl_group_bytes h
 == p2pkv/engine/from_prefill.py > tests/engine/test_nccl.py
 InboundLink.sent: D launches each receive alone where P launches sends together
 ~ message.together or 1 => 1
-== p2pkv/engine/to_decode.py > tests/engine/test_nccl.py
-DecodePeer.go_on: P launches sends together although D cannot
-~ self.hello.together is True => True
+> tests/engine/test_prefetch.py::test_admitted_requests_go_before_it
+InboundLink.post: admitted requests wait behind what comes ahead
+~             self._admitted_first() =>             pass
+> tests/engine/test_cost.py
+PrefillPeers._post: the first grant waits until all receives are posted
+-                 effects.append(PostRemaining(peer))
+-                 break
++                 pass
 == p2pkv/links/nccl_communicator.py > tests/links/test_nccl_queues.py
 NcclContext.alone: two links launch operations behind unfinished ones
 ~ not (self.busy.others(end) or self.busy_sends.others(end)) => True
@@ -548,17 +538,8 @@ _grant: the doctors believe whatever comes over the link
 _group: only the first head of a ring travels
 ~ torch.split(ring.tensor, 1, 1) => torch.split(ring.tensor, 1, 1)[:1]
 == p2pkv/connector/attention_rows.py
-> tests/connector/test_poisoned_blocks.py::test_prompts_that_end_anywhere_in_a_block
 _planes: an indexer's keys and scales are taken to lie together
 ~ return INDEXER[spec.head_size] => return ()
-== p2pkv/engine/from_prefill.py > tests/engine/test_prefetch.py::test_admitted_requests_go_before_it
-InboundLink.post: admitted requests wait behind what comes ahead
-~             self._admitted_first() =>             pass
-> tests/engine/test_cost.py
-PrefillPeers._post: the first grant waits until all receives are posted
--                 effects.append(PostRemaining(peer))
--                 break
-+                 pass
 == p2pkv/pairing.py > tests/unit/test_pairing.py
 transfer_key: the tag of a pair is constant
 ~ return f"pair:{pair.unique}:{tag}/{prompt}" => return f"pair:{pair.unique}:0/{prompt}"
@@ -599,10 +580,12 @@ Attempt._concurrent: D's error does not wait for the news of P's failure
 ~                     await asyncio.wait((self._rest or prefilling,), timeout=_VERDICT_SECONDS) =>                     pass
 > tests/proxy/test_blame.py::test_who_has_said_goodbye_is_not_judged
 Attempt._count: instances that have said goodbye are judged
--         if instance.left is not None:
--             return  # it
-+         if False:
-+             return  # it
+~ if instance.left is not None: => if False:
+> tests/proxy/test_first_token.py
+Attempt._concurrent: a D that goes on behind P's token waits for P's KV once more
+~ self.request_id, self._prefilling = self.unique, None => self._prefilling = None
+Attempt._concurrent: a D that is lost after it has drawn another first token takes the client's stream with it
+~ self.relay, self.doubted = self._handed_on, () => self.doubted = ()
 == proxy/upstream.py > tests/proxy/test_continuation.py::test_a_d_that_has_sent_all_is_no_loss
 Call.lose: an answer that has come whole is thrown away when its instance is lost
 ~ if self._response is not None and self._response.content.is_eof(): => if False:
@@ -694,14 +677,14 @@ _of_p: a 4xx of P's is the client's mistake, whatever D says
 > tests/proxy/test_blame.py::test_what_every_p_refuses_d_answers_and_no_p_is_blamed
 _of_p: a client's request that no P can take has all P's paused
 ~         charge = Charge.IF_P_ACCEPTS =>         charge = Charge.IF_D_ACCEPTS
-== proxy/membership/listed.py
+== proxy/membership/listed.py > tests/proxy/test_listed.py::test_a_rank_that_cannot_be_asked_is_asked_again
+ListedWatch._look: a listed instance whose rank was known once is not asked again
+~   self._source.answers = self._source.pinged = self._learnt =>   self._source.answers = self._source.pinged
 > tests/proxy/test_listed.py::test_what_the_proxy_lacks_makes_no_listed_instance_unready
 ListedWatch._look: the proxy's own lack of sockets makes a listed instance unready
 ~             if is_ours(error): =>             if False:
-> tests/proxy/test_listed.py::test_a_rank_that_cannot_be_asked_is_asked_again
-ListedWatch._look: a listed instance whose rank was known once is not asked again
-~   self._source.answers = self._source.pinged = self._learnt =>   self._source.answers = self._source.pinged
-== proxy/models.py > tests/proxy/test_endpoints.py::test_one_that_is_frozen_holds_up_nothing_and_its_models_are_known
+== proxy/models.py
+> tests/proxy/test_endpoints.py::test_one_that_is_frozen_holds_up_nothing_and_its_models_are_known
 ModelLists._replies_of: one frozen D holds up the list of models
 ~                     left = _OTHERS_SECONDS =>                     pass
 ModelLists.merged: the models of a D that does not answer are forgotten
@@ -716,6 +699,15 @@ RequestPlace.mode_after: that a request was left to a D alone is forgotten at th
 > tests/proxy/test_admission.py::test_the_place_that_is_left_for_a_d_alone_is_the_next_one_s
 Admission.move: a place that is left for a D alone is not given to the next request
 ~         self.advance() =>         pass
+> tests/proxy/test_membership.py::test_what_a_hung_engine_has_not_begun_goes_to_another_server
+Admission._leave_culprit: a retry may go to the neighbour of the engine that failed
+~ failed.union(culprit.neighbours()) => failed
+> tests/proxy/test_continuation.py::test_all_streams_of_a_lost_d_go_on
+Admission.resume: the budget of retries refuses the first resume
+~ whatever=tries == 0 => whatever=False
+> tests/proxy/test_continuation.py::test_a_stream_waits_for_room_at_another_d_before_newcomers
+Admission.move_in_time: new requests get their places before streams that wait for one
+~ next(self._numbers) - _BEFORE_ALL => next(self._numbers)
 == proxy/transcript.py > tests/proxy/test_continuation.py::test_a_cut_answer_is_the_whole_one
 Transcript.rewind: a stream goes on with a token too many
 ~ del self._ids[self._safe :] => del self._ids[self._safe + 3 :]
@@ -740,24 +732,9 @@ RepeatedAnswer._passed: the client gets the log-probabilities of P's token once 
 ~ len(again), 0) => 0, 0)
 RepeatedAnswer.feed: the events of D say when D began
 ~ chunk.replace(*self._head) => chunk
-== proxy/first_token.py > tests/proxy/test_first_token.py
+== proxy/first_token.py
 FirstTokens._repeats: a sampled answer begins with P's token and goes on with what D has drawn
 ~  and transcript.wanted.greedy =>
-== proxy/attempt.py > tests/proxy/test_first_token.py
-Attempt._concurrent: a D that goes on behind P's token waits for P's KV once more
-~ self.request_id, self._prefilling = self.unique, None => self._prefilling = None
-Attempt._concurrent: a D that is lost after it has drawn another first token takes the client's stream with it
-~ self.relay, self.doubted = self._handed_on, () => self.doubted = ()
-== proxy/admission.py
-> tests/proxy/test_membership.py::test_what_a_hung_engine_has_not_begun_goes_to_another_server
-Admission._leave_culprit: a retry may go to the neighbour of the engine that failed
-~ failed.union(culprit.neighbours()) => failed
-> tests/proxy/test_continuation.py::test_all_streams_of_a_lost_d_go_on
-Admission.resume: the budget of retries refuses the first resume
-~ whatever=tries == 0 => whatever=False
-> tests/proxy/test_continuation.py::test_a_stream_waits_for_room_at_another_d_before_newcomers
-Admission.move_in_time: new requests get their places before streams that wait for one
-~ next(self._numbers) - _BEFORE_ALL => next(self._numbers)
 == p2pkv/kv/cache.py > tests/kv/test_refusals.py::test_the_smallest_layer_says_how_many_fill_a_message
 RankCache.layer_bytes: the largest layer says how many layers fill a message
 ~ min(tokens => max(tokens
