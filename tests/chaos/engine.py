@@ -10,7 +10,7 @@ import random
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +46,16 @@ LOOK_SECONDS = 0.25
 
 PATIENT = "early_claims"
 """The one gauge that may stay for ten leases: D's last word about a prompt that P has never heard of."""
+
+
+def busy(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """What ranks that count so hold and should not when nothing is under way."""
+    return {
+        f"{name} of rank {rank}": its[name]
+        for rank, its in enumerate(counts)
+        for name in BUSY
+        if its.get(name) and name != PATIENT
+    }
 
 
 class _Errors(logging.Handler):
@@ -215,20 +225,14 @@ class Side:
 
     def _answer(self, counts: list[dict[str, int]]) -> None:
         """Whether this engine is at its baseline: nothing held by a rank, and no block by anybody."""
-        busy = {
-            f"{name} of rank {rank}": value
-            for rank, its in enumerate(counts)
-            for name, value in its.items()
-            if value
-        }
-        empty = self.forward.empty()
-        self.say(baseline=empty and not busy, held=busy, blocks=self.forward.memory.held)
+        held, empty = busy(counts), self.forward.empty()
+        self.say(baseline=empty and not held, held=held, blocks=self.forward.memory.held)
 
     def _count(self, rank: Rank, looks: deque[dict[str, int]]) -> None:
         counts = rank.counters.snapshot()
         if counts["staging_bytes"] > self._staging:
             self.broken(f"{counts['staging_bytes']} bytes of staging where {self._staging} are allowed")
-        looks.append({name: counts.get(name, 0) for name in BUSY if name != PATIENT})
+        looks.append(counts)
 
     def stop(self) -> bool:
         """End every rank; whether all have ended."""

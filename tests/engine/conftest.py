@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.engine.engines import Engine, Geometry, Make, engine_maker, make_engine, plain_links
+from support.engine.engines import Make, engine_maker, plain_links
 from support.links.pairs import nccl_links
 from support.nccl import simulated as nccl_simulated
 
@@ -17,15 +17,7 @@ def make_memory() -> Iterator[Make]:
 
 @pytest.fixture
 def make_nccl() -> Iterator[Make]:
-    """Makes engines of one rank on simulated devices, with NCCL of a `version`; stops them at the end."""
-    made: list[Engine] = []
-
-    def make(role: str, *, version: int = 22809, **options: object) -> Engine:
-        links = nccl_links(version=version, staging=1 << 20)
-        made.append(make_engine(role, Geometry(), lambda rank: links, **{"lease_seconds": 4.0, **options}))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.stop()
+    """Makes engines of one rank on simulated devices; stops them at the end."""
+    with engine_maker(lambda side, rank: nccl_links(staging=1 << 20), lease_seconds=4.0) as make:
+        yield make
     nccl_simulated.let_go()

@@ -220,7 +220,6 @@ def side_of(cuda: SimulatedCuda, launcher: CpuLauncher, kind: str, role: str) ->
 
 def begin_all(p: Side, d: Side) -> None:
     """With copies that nobody has waited for: a message is being read, one handed over, one only written."""
-    assert p.links is not None and d.links is not None and p.cache is not None and d.cache is not None
     gather, scatter = p.cache.groups[0].gather, d.cache.groups[0].scatter
     nbytes = p.cache.groups[0].nbytes(4, *CUT[1], 2)
     invitation = p.links.invite()

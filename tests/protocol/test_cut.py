@@ -132,7 +132,6 @@ def test_d_cuts_what_is_ready_and_posts_it_unasked() -> None:
     made.offer(0, d_side.offer(), 1.0)
     assert made.offer(0, ready_offer(54), 1.5) == [], "the request knows already that P has begun"
     want, *posts = made.want(0, 9, 2.0)
-    assert isinstance(want, SendTo) and isinstance(want.message, Want)
     cut = want.message.cut
     assert cut == ((Piece(0, 0, 1, 0, 9),), (Piece(0, 1, 2, 0, 9),))
     assert posts == [Post(0, d_side.chunk(number, *pieces)) for number, pieces in enumerate(cut)]

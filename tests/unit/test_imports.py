@@ -118,7 +118,6 @@ def wrong_direction(modules: dict[str, list[Import]]) -> list[str]:
     wrong = []
     for module, imports in modules.items():
         here = part_of(module)
-        assert here is not None
         for each in imports:
             there = part_of(each.name)
             # The package itself holds nothing but its version.

@@ -39,7 +39,6 @@ class UnknownPeer:
         self._right = [m.encode(example(kind)) for kind in KINDS]
 
     def harass(self, machine: Machine, draw: random.Random) -> None:
-        assert machine.life is not None
         connection = self._endpoint.dial(machine.outside.shifted(draw.randrange(machine.build.ranks)))
         said = draw.sample(self._wrong, MESSAGES) + draw.sample(self._right, 3)
         self._network.clock.after(draw.uniform(0.1, 0.5), lambda: [connection.send(data) for data in said])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from chaos.engine import Build
+from chaos.engine import Build, busy
 from chaos.model import RankPages, Violation, hello_of
 from chaos.schedule import LEASE
 from virtual.clock import Alarm, Clock
@@ -15,7 +15,6 @@ from p2pkv.engine.core import Core
 from p2pkv.pairing import Address
 from p2pkv.protocol import sender
 from p2pkv.protocol.receiver import MAX_CHUNKS
-from support.engine.engines import BUSY
 from support.links.faulty import Faults, FaultyLinks
 
 STAGING, CHUNKS = 1 << 18, (4096, 16384)
@@ -26,8 +25,6 @@ STALL = 1.05 * LEASE
 
 GAP = 0.0005
 """Mean seconds between two turns of a thread that has something to do."""
-
-PATIENT = "early_claims"
 
 
 class Worker:
@@ -257,14 +254,7 @@ class Machine:
 
     def held(self) -> dict[str, int]:
         """What it holds that it should not when nothing is under way."""
-        busy: dict[str, int] = {}
-        for rank, worker in enumerate(self.life.workers):
-            counts = worker.core.counters.snapshot()
-            busy |= {
-                f"{name} of rank {rank}": counts[name]
-                for name in BUSY
-                if counts.get(name) and name != PATIENT
-            }
+        held = busy([worker.core.counters.snapshot() for worker in self.life.workers])
         if not self.life.forward.empty():
-            busy["blocks"] = self.life.forward.memory.held
-        return busy
+            held["blocks"] = self.life.forward.memory.held
+        return held

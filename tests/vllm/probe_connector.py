@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from p2pkv.connector import P2pKvConnector
-from p2pkv.connector.metadata import StepMetadata
 from p2pkv.engine.commands import Blocks, Event, Loaded
 from p2pkv.kv.cache import PagedCache
 from p2pkv.page_packings import DENSE, packing_of
@@ -79,7 +78,6 @@ class ProbeConnector(P2pKvConnector):
                     self._layers[name][block].view(torch.uint8).fill_(255)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        assert isinstance(connector_metadata, StepMetadata)
         if self.worker is not None:
             for prefill in connector_metadata.prefills:
                 self._prompts[prefill.blocks.key] = (prefill.blocks.blocks, prefill.stop)
