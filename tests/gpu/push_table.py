@@ -30,11 +30,6 @@ SMALL = 1 << 20
 """A message below it is measured once: a prompt is thousands of them."""
 
 
-def turns_of(size: int, repeat: int) -> int:
-    """How often messages of this size are measured."""
-    return 1 if size < SMALL else repeat
-
-
 def push_rows(
     link: str, devices: tuple[str, str], sizes: Sequence[int], total: int, repeat: int, **nccl: int
 ) -> list[dict[str, Any]]:
@@ -43,7 +38,7 @@ def push_rows(
         found = both.on_device(sizes)
         rows = []
         for size in sizes:
-            turns = range(1 + turns_of(size, repeat))  # the first one only warms up
+            turns = range(1 + (1 if size < SMALL else repeat))  # the first one only warms up
             row = {"bytes": size, **found[size], "raw": [], "push": [both.push(size) for _ in turns][1:]}
             if link == "nccl":
                 row["raw"] = [both.raw(size) for _ in turns][1:]  # needs a GPU

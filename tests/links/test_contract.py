@@ -15,11 +15,6 @@ Factories = tuple[LinkFactory, LinkFactory]
 WINDOW = 1 << 16
 
 
-def moves_alone(factories: Factories) -> bool:
-    """Whether D's device takes bytes without D's thread: a posted receive is then out of D's hands."""
-    return factories[0].kind.startswith("nccl")
-
-
 def test_a_send_is_not_done_before_it_is_committed_and_received(factories: Factories) -> None:
     pair = connect(factories, WINDOW)
     receive, send = pair.begin(100)
@@ -29,7 +24,8 @@ def test_a_send_is_not_done_before_it_is_committed_and_received(factories: Facto
         assert not receive.done() and not send.done()
     send.commit()
     assert not send.done()
-    for _ in range(0 if moves_alone(factories) else 50):  # D is silent, so nothing has taken the bytes
+    alone = factories[0].kind.startswith("nccl")  # D's device takes the bytes without D's thread
+    for _ in range(0 if alone else 50):  # D is silent, so nothing has taken the bytes
         pair.outbound.poll()
         assert not send.done() and pair.outbound.used >= 100
     pair.until(receive.done)

@@ -327,16 +327,12 @@ def hanging() -> tuple[SimulatedGpu, NcclLinks, Pair]:
     return gpu, d, pair
 
 
-def synchronised(gpu: SimulatedGpu) -> None:
-    """What a call that takes memory may do: wait for all that runs on the device (test_small_copies.py)."""
-    wait_for(lambda: not gpu.launched, what="somebody who frees the device")
-
-
 def test_a_turn_that_hangs_on_the_device_ends_when_its_links_are_broken() -> None:
     gpu, links, pair = hanging()
     watchdog = Watchdog(links, SECONDS)
     with watchdog.turn():
-        synchronised(gpu)
+        # As a call that takes memory may do: wait for all that runs on the device (test_small_copies.py).
+        wait_for(lambda: not gpu.launched, what="somebody who frees the device")
     with pytest.raises(LinkError, match="hangs in a call to the device"):
         pair.inbound.poll()
     pair.inbound.abort()

@@ -200,14 +200,6 @@ async def enter(admission: Admission, leave: asyncio.Event | None = None, model:
             await leave.wait()
 
 
-async def one_leaves(admission: Admission) -> tuple[asyncio.Task[None], asyncio.Task[None]]:
-    """Two wait, and the first has been cancelled in this turn of the loop."""
-    leaver, stayer = (asyncio.create_task(enter(admission)) for _ in range(2))
-    await eventually(lambda: admission.waiting == 2)
-    leaver.cancel()
-    return leaver, stayer
-
-
 async def test_a_place_that_comes_as_the_wait_ends_is_not_lost() -> None:
     admission, leave = small(max_wait=0.05), asyncio.Event()
     holder = asyncio.create_task(enter(admission, leave))
@@ -241,7 +233,9 @@ async def test_a_place_that_comes_as_its_client_leaves_is_not_lost() -> None:
 async def test_who_has_just_left_gets_no_place_and_spoils_no_end(closes: bool) -> None:
     admission = small()
     async with admission.place(RoutingRequest(), paired=False):
-        leaver, stayer = await one_leaves(admission)
+        leaver, stayer = (asyncio.create_task(enter(admission)) for _ in range(2))
+        await eventually(lambda: admission.waiting == 2)
+        leaver.cancel()  # in the turn of the loop in which the place comes
         if closes:
             admission.close(ProxyError(503, "the end"))
     with pytest.raises(ProxyError, match="the end") if closes else nullcontext():
