@@ -9,22 +9,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 from protocol.samples import KINDS, any_message, example, smallest
 
-from p2pkv.protocol import messages
-from p2pkv.protocol.messages import (
-    MAX_MESSAGE_BYTES,
-    AnyMessage,
-    BadMessage,
-    Cancel,
-    Chunk,
-    Failed,
-    Heartbeat,
-    LinkDown,
-    Piece,
-    Refuse,
-    Report,
-    decode,
-    encode,
-)
+from p2pkv.protocol import messages as m
 
 budget = settings(deadline=None, max_examples=100)
 HUGE = {
@@ -42,9 +27,9 @@ HUGE = {
 }
 
 
-def raw(message: AnyMessage) -> dict[str, bytes]:
+def raw(message: m.AnyMessage) -> dict[str, bytes]:
     """The fields of a message and the bytes of their values, in order; the tag is the first."""
-    packed: dict[str, msgspec.Raw] = msgspec.msgpack.decode(encode(message), type=dict[str, msgspec.Raw])
+    packed: dict[str, msgspec.Raw] = msgspec.msgpack.decode(m.encode(message), type=dict[str, msgspec.Raw])
     return {name: bytes(value) for name, value in packed.items()}
 
 
@@ -55,47 +40,47 @@ def join(fields: list[tuple[str, bytes]]) -> bytes:
 
 
 def is_optional(name: str) -> bool:
-    return name.startswith(messages.OPTIONAL)
+    return name.startswith(m.OPTIONAL)
 
 
-def read(data: bytes) -> AnyMessage | None:
+def read(data: bytes) -> m.AnyMessage | None:
     """The message, or None if it is refused in the one way that is allowed."""
     try:
-        return decode(data)
-    except BadMessage as error:
+        return m.decode(data)
+    except m.BadMessage as error:
         assert len(str(error)) < 400
         return None
 
 
-def parse(data: bytes) -> AnyMessage | None:
+def parse(data: bytes) -> m.AnyMessage | None:
     """The same, of a message that has nothing beside what is known."""
     message = read(data)
-    assert message is None or encode(message) == data
+    assert message is None or m.encode(message) == data
     return message
 
 
 @given(any_message)
 @budget
-def test_every_message_survives_the_wire(message: AnyMessage) -> None:
-    data = encode(message)
-    again = decode(memoryview(data))
-    assert type(again) is type(message) and encode(again) == data
-    if not isinstance(message, Report):  # a NaN is not equal to itself
+def test_every_message_survives_the_wire(message: m.AnyMessage) -> None:
+    data = m.encode(message)
+    again = m.decode(memoryview(data))
+    assert type(again) is type(message) and m.encode(again) == data
+    if not isinstance(message, m.Report):  # a NaN is not equal to itself
         assert again == message
 
 
 @given(any_message)
 @budget
-def test_every_truncation_is_refused(message: AnyMessage) -> None:
-    data = encode(message)
+def test_every_truncation_is_refused(message: m.AnyMessage) -> None:
+    data = m.encode(message)
     assert [parse(data[:length]) for length in range(len(data))] == [None] * len(data)
     assert parse(data + b"\x00") is None and parse(data + data) is None
 
 
 @given(any_message, st.data())
 @budget
-def test_mutations_are_messages_or_refused(message: AnyMessage, data: st.DataObject) -> None:
-    wire = bytearray(encode(message))
+def test_mutations_are_messages_or_refused(message: m.AnyMessage, data: st.DataObject) -> None:
+    wire = bytearray(m.encode(message))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, max(0, len(wire) - 1)))
         match data.draw(st.sampled_from(["set", "insert", "delete", "double"])):
@@ -114,7 +99,7 @@ def test_mutations_are_messages_or_refused(message: AnyMessage, data: st.DataObj
 
 def test_tags_are_those_that_peers_know_whatever_the_classes_are_called() -> None:
     """With another tag PROTOCOL_VERSION has to move. (`Partners` passes between the ranks of one engine.)"""
-    assert messages.PROTOCOL_VERSION == 5
+    assert m.PROTOCOL_VERSION == 5
     assert " ".join(sorted(kind.__struct_config__.tag for kind in KINDS)) == (
         "Ahead Cancel Chunk Done Elsewhere Failed Grant Heartbeat HeartbeatAck Hello Inspect LinkAccept "
         "LinkDown LinkInvite Offer Partners Referral Refuse Report Sent Stranger Want Welcome"
@@ -150,18 +135,18 @@ anything = st.recursive(
 @given(any_message, st.lists(st.tuples(st.text(max_size=20), anything), min_size=1, max_size=3), st.data())
 @budget
 def test_optional_fields_of_a_later_version_are_dropped_wherever_they_stand(
-    message: AnyMessage, extra: list[tuple[str, Any]], data: st.DataObject
+    message: m.AnyMessage, extra: list[tuple[str, Any]], data: st.DataObject
 ) -> None:
     """The first, last and between the others, in the message and in what it carries (a Hello's cache)."""
-    fields = msgspec.msgpack.decode(encode(message))
+    fields = msgspec.msgpack.decode(m.encode(message))
     for name, value in extra:
-        inside = data.draw(st.sampled_from(_maps(fields, isinstance(message, Report))))
+        inside = data.draw(st.sampled_from(_maps(fields, isinstance(message, m.Report))))
         items = list(inside.items())
         items.insert(data.draw(st.integers(inside is fields, len(items))), (f"?{name}", value))
         inside.clear()
         inside.update(items)
     again = read(msgspec.msgpack.encode(fields))
-    assert again is not None and encode(again) == encode(message)
+    assert again is not None and m.encode(again) == m.encode(message)
 
 
 def _maps(value: Any, only: bool) -> list[dict[str, Any]]:
@@ -192,7 +177,7 @@ def test_optional_fields_excuse_nothing_else(kind: type[Any]) -> None:
 
 def test_an_optional_field_that_is_known_stays_beside_one_that_is_not() -> None:
     data = msgspec.msgpack.encode({"t": "Done", "?a": 1, "?b": {"?a": 2, "?c": 3}, "key": "k"})
-    kept = msgspec.msgpack.decode(messages.without_optional(data, {"?a"}))
+    kept = msgspec.msgpack.decode(m.without_optional(data, {"?a"}))
     assert kept == {"t": "Done", "?a": 1, "key": "k"}
 
 
@@ -215,7 +200,7 @@ def test_every_bound_is_kept(kind: type[Any]) -> None:
             if field.name == "reason":
                 continue  # shortened by whoever says it
             broken = msgspec.structs.replace(message, **{field.name: beyond})
-            assert parse(encode(broken)) is None, f"{field.name} = {str(beyond)[:40]}"
+            assert parse(m.encode(broken)) is None, f"{field.name} = {str(beyond)[:40]}"
 
 
 def _beyond(info: inspect.Type) -> list[Any]:
@@ -252,31 +237,33 @@ def _beyond(info: inspect.Type) -> list[Any]:
 
 
 def test_pieces_are_bounded_in_number_and_messages_in_size() -> None:
-    most = Chunk("k", 1, 1, 1, (Piece(0, 1 << 20, 1 << 20, 1 << 40, 1 << 40),) * messages.MAX_PIECES)
-    assert len(encode(most)) < MAX_MESSAGE_BYTES and parse(encode(most)) == most
-    large = Report({"x": "y" * (MAX_MESSAGE_BYTES - 100)})
-    assert parse(encode(large)) == large
-    with pytest.raises(BadMessage, match=f"of {MAX_MESSAGE_BYTES + 1} bytes exceeds {MAX_MESSAGE_BYTES}"):
-        decode(b"\x00" * (MAX_MESSAGE_BYTES + 1))
+    most = m.Chunk("k", 1, 1, 1, (m.Piece(0, 1 << 20, 1 << 20, 1 << 40, 1 << 40),) * m.MAX_PIECES)
+    assert len(m.encode(most)) < m.MAX_MESSAGE_BYTES and parse(m.encode(most)) == most
+    large = m.Report({"x": "y" * (m.MAX_MESSAGE_BYTES - 100)})
+    assert parse(m.encode(large)) == large
+    with pytest.raises(
+        m.BadMessage, match=f"of {m.MAX_MESSAGE_BYTES + 1} bytes exceeds {m.MAX_MESSAGE_BYTES}"
+    ):
+        m.decode(b"\x00" * (m.MAX_MESSAGE_BYTES + 1))
 
 
 def test_what_is_refused_is_not_repeated_at_length() -> None:
-    with pytest.raises(BadMessage) as error:
-        decode(join([*raw(example(Cancel)).items(), ("x" * 100_000, b"\x01")]))
+    with pytest.raises(m.BadMessage) as error:
+        m.decode(join([*raw(example(m.Cancel)).items(), ("x" * 100_000, b"\x01")]))
     assert len(str(error.value)) < 300
 
 
-@pytest.mark.parametrize("kind", [Refuse, LinkDown, Failed, Cancel])
+@pytest.mark.parametrize("kind", [m.Refuse, m.LinkDown, m.Failed, m.Cancel])
 def test_a_reason_is_shortened_by_who_says_it_and_refused_from_who_does_not(kind: type[Any]) -> None:
     long = msgspec.structs.replace(example(kind), reason="\udcff" + "ü" * 5000)
-    assert parse(encode(long)) == long
+    assert parse(m.encode(long)) == long
     assert long.reason == "?" + "ü" * 2047  # type: ignore[union-attr]
     fields = raw(long) | {"reason": msgspec.msgpack.encode("x" * 2049)}
     assert parse(join(list(fields.items()))) is None
 
 
 def test_numbers_in_a_longer_form_than_needed_are_refused() -> None:
-    fields = raw(example(Heartbeat)) | {"transfers": b"\x91\x92\xa1k\xcd\x00\x07"}
+    fields = raw(example(m.Heartbeat)) | {"transfers": b"\x91\x92\xa1k\xcd\x00\x07"}
     assert parse(join(list(fields.items()))) is None
     fields["transfers"] = b"\x91\x92\xa1k\x07"
-    assert parse(join(list(fields.items()))) == Heartbeat((("k", 7),))
+    assert parse(join(list(fields.items()))) == m.Heartbeat((("k", 7),))
