@@ -15,6 +15,7 @@ import pytest
 from chaos import engine, machines, rough
 
 from p2pkv.pairing import Address
+from support import commands
 
 TESTS = Path(__file__).parents[1]
 HOSTS = {"P": "10.77.0.1", "D": "10.77.0.2"}
@@ -91,9 +92,7 @@ class Cable:
 
     def run(self, side: str, *command: str) -> str:
         """Run a command there; what it says. Raises Unavailable if it fails."""
-        done = subprocess.run(
-            [*self.inside(side), *command], capture_output=True, text=True, timeout=SECONDS, check=False
-        )
+        done = commands.run(*self.inside(side), *command, seconds=SECONDS)
         if done.returncode != 0:
             raise Unavailable(f"`{' '.join(command)}` failed in a network namespace: {done.stderr.strip()}")
         return done.stdout

@@ -3,7 +3,6 @@
 import fcntl
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from p2pkv.links.host import HostAcceptance, HostInbound, HostInvitation, HostLi
 from p2pkv.links.shared_memory import SharedArena, SharedOutbound, arena_bytes
 from p2pkv.links.tcp import HEADER, MAGIC, TAKEN, TcpOutbound
 from p2pkv.trust import Networks
+from support import commands
 from support.links.pairs import HOST_WINDOW as WINDOW
 from support.links.pairs import Pair, accepted, connect
 from support.waiting import wait_for
@@ -84,9 +84,7 @@ print("both decoded")
 
 def test_two_ranks_of_one_process_may_decode_their_first_blobs_at_once() -> None:
     """In a process of its own, which msgspec crashed: the second thread found the type half looked at."""
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST_BLOBS], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = commands.run(sys.executable, "-c", FIRST_BLOBS)
     assert (done.returncode, done.stdout) == (0, "both decoded\n"), done.stderr
 
 

@@ -5,7 +5,6 @@ import importlib
 import importlib.metadata
 import os
 import re
-import subprocess
 import sys
 import tarfile
 import time
@@ -20,6 +19,7 @@ from packaging.requirements import Requirement
 
 import p2pkv
 from p2pkv.demo import client, processes, servers
+from support import commands
 from support.bare import closure, run_clean, with_only
 from support.waiting import wait_for
 
@@ -243,14 +243,7 @@ def test_a_lock_leaves_nothing_to_be_resolved(lock: str) -> None:
 
 
 def test_a_gpu_machine_gets_both_bindings_of_nccl_and_keeps_torchs_nccl() -> None:
-    recipe = subprocess.run(
-        ["make", "--dry-run", "install-cuda"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    ).stdout
+    recipe = commands.run("make", "--dry-run", "install-cuda", cwd=ROOT, check=True).stdout
     (tested,) = re.findall(r"^nccl4py==(\d+\.\d+)", (ROOT / "requirements" / "cuda.txt").read_text(), re.M)
     assert f"'nccl4py=={tested}.*'" in recipe
     assert '"cupy-cuda${major}x"' in recipe

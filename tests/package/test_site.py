@@ -1,11 +1,12 @@
 """The pages as a site: built without a warning, so without a dead link, and with short ways."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from support import commands
 
 ROOT = Path(__file__).parents[2]
 ANSWERS = {
@@ -24,14 +25,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("site")
     pages, folder = made / "pages", made / "site"
     stamps = [argument for kind in ("cpu", "cuda") for argument in ("-o", f".venv/.installed-{kind}")]
-    done = subprocess.run(
-        ["make", "site", *stamps, f"PY={sys.executable}", f"PAGES={pages}", f"SITE={folder}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    make = ("make", "site", *stamps, f"PY={sys.executable}", f"PAGES={pages}", f"SITE={folder}")
+    done = commands.run(*make, cwd=ROOT, seconds=100.0)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

@@ -8,7 +8,6 @@ the files against the specifications, by packages that they install into an envi
 import asyncio
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from p2pkv.config import Options
 from p2pkv.pairing import Address
 from p2pkv_proxy import options
 from p2pkv_proxy.access import Access
+from support import commands
 from support.examples import EXAMPLES, option, options_of
 from support.waiting import eventually
 
@@ -229,9 +229,7 @@ def validators(pytestconfig: pytest.Config) -> str:
 
 def told(python: str, program: str, text: str) -> str:
     """What a validator says of `text`; "" if it is valid."""
-    done = subprocess.run(
-        [python, "-c", program], input=text, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = commands.run(python, "-c", program, input=text)
     return "" if done.returncode == 0 else done.stderr.splitlines()[-1] or "refused"
 
 

@@ -36,6 +36,7 @@ from p2pkv.demo.processes import ServerProcess, wait_until
 from p2pkv.demo.servers import ProxyServer, Role, VllmServer
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import PROTOCOL_VERSION
+from support import commands
 from support.servers.deployments import TOKEN, http_address, order, states
 from support.servers.fleet import MODEL_NAME, SETTINGS, ask_all, at_rest, streamed, tokens
 
@@ -79,13 +80,8 @@ def installed(home: Path) -> Release:
         "import json, p2pkv, p2pkv_proxy; from p2pkv.protocol.messages import PROTOCOL_VERSION as it; "
         "print(json.dumps([p2pkv.__file__, p2pkv_proxy.__file__, p2pkv.__version__, it]))"
     )
-    printed = subprocess.run(
-        [str(home / "bin" / "python"), "-c", code],
-        env={**os.environ, **ALONE},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
+    printed = commands.run(
+        home / "bin" / "python", "-c", code, env={**os.environ, **ALONE}, check=True
     ).stdout
     *files, version, protocol = json.loads(printed)
     assert all(Path(file).is_relative_to(home) for file in files), files
@@ -143,15 +139,10 @@ def release(folder: Path, sources: Callable[[Path], str] = this_tree) -> Release
     tree.mkdir(parents=True)
     version = sources(tree)
     offline = ("--no-deps", "--no-index")
-    built = subprocess.run(
-        [
-            *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", *offline),
-            *("--wheel-dir", str(folder), str(tree)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    built = commands.run(
+        *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", *offline),
+        *("--wheel-dir", folder, tree),
+        seconds=120.0,
     )
     assert built.returncode == 0, built.stderr
     (wheel,) = folder.glob("p2pkv-*.whl")
