@@ -10,7 +10,7 @@ import random
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from p2pkv.engine.thread import Rank
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
-from support.engine.engines import BUSY, soon_on_engine_thread
+from support.engine.engines import busy, soon_on_engine_thread
 from support.links.faulty import Faults, FaultyLinks
 
 SECRET = b"a secret of the chaos run"
@@ -43,19 +43,6 @@ MAX_TP = 2
 
 TURN_SECONDS = 0.003
 LOOK_SECONDS = 0.25
-
-PATIENT = "early_claims"
-"""The one gauge that may stay for ten leases: D's last word about a prompt that P has never heard of."""
-
-
-def busy(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """What ranks that count so hold and should not when nothing is under way."""
-    return {
-        f"{name} of rank {rank}": its[name]
-        for rank, its in enumerate(counts)
-        for name in BUSY
-        if its.get(name) and name != PATIENT
-    }
 
 
 class _Errors(logging.Handler):

@@ -10,9 +10,9 @@ import pytest
 from vllm.v1.request import Request
 
 from p2pkv.connector.scheduler import LoadState
-from p2pkv.engine.context import Context
 from support.connector.instances import inner_id, pair_id, tokens
 from support.connector.real_ranks import Engine, run
+from support.engine.engines import busy
 
 LEASE = 1.5
 LENGTH = 100
@@ -116,15 +116,7 @@ def all_let_go(p: Engine, d: Engine) -> None:
 
 
 def holdings(engine: Engine) -> dict[str, int]:
-    """What an engine's ranks hold, beside what D last said about prompts that P has never heard of."""
-    gauges = ("prompts", "prompts_held", "requests", "loads", "staging_bytes", "sends_under_way",
-              "receives_posted", "receives_asked", "copies")  # fmt: skip
-    held: dict[str, int] = {}
-    for worker in engine.workers:
-        context: Context = worker.rank.context
-        snapshot = context.counters.snapshot()
-        held |= {name: snapshot[name] for name in gauges if snapshot.get(name)}
-    return held
+    return busy([worker.rank.context.counters.snapshot() for worker in engine.workers])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from chaos.engine import Build, busy
+from chaos.engine import Build
 from chaos.model import RankPages, Violation, hello_of
 from chaos.schedule import LEASE
 from virtual.clock import Alarm, Clock
@@ -15,6 +15,7 @@ from p2pkv.engine.core import Core
 from p2pkv.pairing import Address
 from p2pkv.protocol import sender
 from p2pkv.protocol.receiver import MAX_CHUNKS
+from support.engine.engines import busy
 from support.links.faulty import Faults, FaultyLinks
 
 STAGING, CHUNKS = 1 << 18, (4096, 16384)

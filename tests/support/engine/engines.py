@@ -364,6 +364,19 @@ BUSY = (
     "sends_under_way", "receives_posted", "receives_asked", "copies",
 )  # fmt: skip
 
+PATIENT = "early_claims"
+"""The one gauge that may stay for ten leases: D's last word about a prompt that P has never heard of."""
+
+
+def busy(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """What ranks that count so hold and should not when nothing is under way."""
+    return {
+        f"{name} of rank {rank}": its[name]
+        for rank, its in enumerate(counts)
+        for name in BUSY
+        if its.get(name) and name != PATIENT
+    }
+
 
 def at_baseline(engine: Engine) -> bool:
     """No pages held, staging empty, nothing under way."""
