@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import zmq
 
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import PromptOwner, Redirect, encode
 from p2pkv.protocol.state_machine import RemoteProtocolError
 from support.connector.instances import BLOCK, inner_id, pair_id, tokens
 from support.connector.real_ranks import ask, finish, run
+from support.hostile import dealer
 
 
 @pytest.mark.parametrize("first", ["P", "D"])
@@ -77,9 +77,7 @@ def test_referrals_to_engines_of_other_instances_are_refused(engines: Any) -> No
     group = engines(1, 1, data_parallel=(2, 1))
     p, d = group[0], group[2]
     counted = p.workers[0].rank.counters.values
-    with zmq.Context() as context, context.socket(zmq.DEALER) as line:
-        line.setsockopt(zmq.LINGER, 0)
-        line.connect(f"tcp://{p.address}")
+    with dealer(p.address) as line:
         for stranger in (str(p.address), "10.0.0.9:21001", "no address"):
             before = counted["messages_refused"]
             line.send(encode(PromptOwner(stranger, ("k",))))

@@ -22,6 +22,7 @@ from p2pkv.control.discovery import Ping, Workload, decode_ping, encode_partners
 from p2pkv.control.security import Members
 from p2pkv.control.warm_up_prompts import REQUEST_MARK, WarmUp
 from p2pkv.demo.processes import free_ports
+from support.hostile import router
 from support.links.pairs import Peer, starting
 from support.waiting import wait_for
 
@@ -221,12 +222,8 @@ def test_a_proxy_that_refuses_is_not_called_out_of_reach(
 ) -> None:
     for name in ("_UNREACHED_SECONDS", "_LOG_SECONDS", "_REDIAL_SECONDS"):
         monkeypatch.setattr(pinger, name, 0.3)
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        members = Members(b"another secret")
-        members.serve(socket, "proxy")
-        place = f"127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
-        ours = pinger.Pinger([place], PING, 0.1, members=Members(SECRET))
+    with router(Members(b"another secret")) as (_, place):
+        ours = pinger.Pinger([str(place)], PING, 0.1, members=Members(SECRET))
         ours.start()
         try:
             wait_for(lambda: caplog.text.count("refused the handshake") >= 4, what="several refusals")

@@ -21,7 +21,7 @@ from p2pkv.protocol.handshake import negotiate
 from p2pkv.trust import Networks
 from support.engine.engines import Geometry, engines, on_engine_thread, plain_links, prefill, step
 from support.engine.transfers import BLOCKS, arrives, expect, failure, half, push, rest, value
-from support.hostile import RAW, ZMTP_3_CURVE, ZMTP_3_NULL, Canary, dealer, nonsense, shout
+from support.hostile import RAW, ZMTP_3_CURVE, ZMTP_3_NULL, Canary, dealer, nonsense, router, shout
 from support.waiting import wait_for
 
 SECRET, OTHER = b"a secret of the tests", b"another secret of the tests"
@@ -107,10 +107,7 @@ def test_every_truncation_and_wrong_value_from_a_d_that_was_welcomed(pair):
 
 
 def test_every_truncation_and_wrong_value_from_a_p_that_was_welcomed(pair):
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as false:
-        false.setsockopt(zmq.LINGER, 0)
-        false.setsockopt(zmq.SNDHWM, 0)  # a ROUTER drops what does not fit
-        place = Address("127.0.0.1", false.bind_to_random_port("tcp://127.0.0.1"))
+    with router() as (false, place):
         pair.d.do(do.Expect("k", place, 32, b"digest"))
         line, data = false.recv_multipart()
         hello = m.decode(data)
@@ -342,12 +339,10 @@ def test_a_canary_that_does_not_answer_gets_a_connection_per_lease_and_no_messag
 def test_a_forged_request_id_that_names_another_service_of_ours(lone):
     """A proxy's discovery port has keys of its own: a rank does not get through its handshake."""
     d = lone("D")
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        Members(SECRET).serve(router, "proxy")
-        port = router.bind_to_random_port("tcp://127.0.0.1")
-        d.do(do.Expect("k", Address("127.0.0.1", port), 32, b"digest"))
+    with router(Members(SECRET)) as (proxy, place):
+        d.do(do.Expect("k", place, 32, b"digest"))
         assert "same secret" in failure(d, "k")
-        assert not router.poll(0)
+        assert not proxy.poll(0)
 
 
 class Knowing(Members):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import zmq
 
 from p2pkv.control.discovery import Ping, decode_ping
 from p2pkv.demo.processes import free_ports
@@ -14,6 +13,7 @@ from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
 from support.engine.engines import Engine, at_baseline, engine_maker, plain_links, prefill, step
 from support.engine.transfers import BLOCKS, arrives, expect, failure, load, rest, scribble, value
+from support.hostile import router
 from support.links.pairs import Peer, leftovers, starting
 from support.waiting import wait_for
 
@@ -31,15 +31,13 @@ def mode(request) -> str:
 @pytest.fixture
 def proxy() -> Iterator[tuple[int, Callable[[], Ping]]]:
     """The port to ping, and the next ping."""
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        port = socket.bind_to_random_port("tcp://127.0.0.1")
+    with router() as (socket, place):
 
         def hear() -> Ping:
             assert socket.poll(10_000), "no ping in 10 s"
             return decode_ping(socket.recv_multipart()[1])
 
-        yield port, hear
+        yield place.port, hear
 
 
 @pytest.fixture

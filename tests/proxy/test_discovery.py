@@ -7,7 +7,7 @@ import logging
 import socket as socket_module
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ from p2pkv.control.security import Members
 from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import Address, find_pair
 from support.classic_router import ClassicRouter, by_aiohttp
-from support.hostile import RAW, dealer, shout
+from support.hostile import RAW, dealer, router, shout
 from support.waiting import eventually, wait_for
 
 CLASSIC = {"type": "P", "http_address": "10.0.0.1:8100", "zmq_address": "10.0.0.1:21001"}
@@ -179,15 +179,6 @@ def test_what_is_no_answer_is_refused(frame: bytes) -> None:
 PING = Ping(type="P", http_address="127.0.0.1:8100", zmq_address="127.0.0.1:21001", incarnation="one")
 
 
-@contextlib.contextmanager
-def router(endpoint: str = "tcp://127.0.0.1:*") -> Iterator[tuple[zmq.Socket[bytes], str]]:
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVTIMEO, 5000)
-        socket.bind(endpoint)
-        yield socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
-
-
 def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "p2pkv-pinger"]
 
@@ -195,12 +186,11 @@ def threads() -> list[str]:
 def test_what_closes_connections_before_a_proxy_that_was_there_is_not_dialed_without_pause() -> None:
     """As a forwarder does whose proxy is away. Nothing shows that none will come: a second's look."""
     with router() as (socket, address):
-        pinger = Pinger(address, PING, 0.05)
+        pinger = Pinger(str(address), PING, 0.05)
         pinger.start()
         assert decode_ping(socket.recv_multipart()[1]) == PING
-    host, port = address.split(":")
     try:
-        with socket_module.create_server((host, int(port))) as forwarder:
+        with socket_module.create_server((address.host, address.port)) as forwarder:
             forwarder.settimeout(5.0)
             forwarder.accept()[0].close()
             came, end = 1, time.monotonic() + 1.0
@@ -220,7 +210,7 @@ def test_a_stop_while_it_waits_or_before_it_starts_is_quick(there: bool) -> None
     with router() as (socket, address):
         if not there:
             socket.close()
-        with pinging(address, PING, 60.0) as pinger:
+        with pinging(str(address), PING, 60.0) as pinger:
             if there:
                 socket.recv_multipart()
             begin = time.monotonic()
@@ -236,7 +226,7 @@ def test_a_stop_while_it_waits_or_before_it_starts_is_quick(there: bool) -> None
 def test_of_what_a_proxy_answers_a_d_that_asked_hears_and_others_nothing(asks: bool) -> None:
     heard: list[tuple[str, ...]] = []
     ping = msgspec.structs.replace(PING, type="D", partners=4 if asks else 0)
-    with router() as (socket, address), pinging(address, ping, on_partners=heard.append):
+    with router() as (socket, address), pinging(str(address), ping, on_partners=heard.append):
         peer, _ = socket.recv_multipart()
         noise = (b"", b"hello", encode_ping(PING), *((b"x" * 5000,) * 20 if not asks else ()))
         for frame in (*noise, encode_partners(["a:1"]), *noise, encode_partners(["a:1", "b:2"])):

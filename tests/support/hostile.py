@@ -59,6 +59,18 @@ def dealer(
         yield made
 
 
+@contextlib.contextmanager
+def router(members: Members | None = None) -> Iterator[tuple[zmq.Socket[bytes], Address]]:
+    """A bare socket that listens on loopback, and where; with `members`, as their proxy."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as made:
+        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.RCVTIMEO, 20_000)
+        made.setsockopt(zmq.SNDHWM, 0)  # a ROUTER drops what does not fit
+        if members is not None:
+            members.serve(made, "proxy")
+        yield made, Address("127.0.0.1", made.bind_to_random_port("tcp://127.0.0.1"))
+
+
 class Canary:
     """Listens on loopback, answers each connection with `greeting`, and keeps what it is told. With `leave`,
     it then hangs up, as a server with another secret does. `after` is what it says when a peer in the clear

@@ -14,7 +14,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.v1 import kv_cache_interface
@@ -33,6 +32,7 @@ from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import Address
 from support.connector.instances import BLOCK, Instance, inner_id, pair_id
 from support.connector.kinds import ATTENTION, Contents, Kind, Rows, heads_of, planning, seen_by
+from support.hostile import router
 
 POISON = (b"\xff\xff\xff\xff", bytes.fromhex("a57f833a"))
 """NaN in every type; and a stale number of float32, of which every other half is a NaN of bfloat16."""
@@ -479,12 +479,9 @@ def run(engines: Sequence[Engine], until: Callable[[], object], seconds: float =
 @contextlib.contextmanager
 def listening(secret: bytes = b"") -> Iterator[tuple[Any, dict[str, Any]]]:
     """A proxy's socket, and the options of engines that ping it."""
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as proxy:
-        proxy.setsockopt(zmq.LINGER, 0)
-        if secret:
-            Members(secret).serve(proxy, "proxy")
-        port = proxy.bind_to_random_port("tcp://127.0.0.1")
-        yield proxy, {"proxy_ip": "127.0.0.1", "proxy_port": port, "http_port": 8100, "warm_up_seconds": 0}
+    with router(Members(secret) if secret else None) as (proxy, place):
+        options = {"proxy_ip": place.host, "proxy_port": place.port}
+        yield proxy, {**options, "http_port": 8100, "warm_up_seconds": 0}
 
 
 def pings(proxy: Any, count: int) -> dict[bytes, Ping]:
