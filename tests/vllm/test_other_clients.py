@@ -59,17 +59,10 @@ class LiteLlm(ServerProcess):
                 }
             )
         )
+        command = [str(folder / "bin" / "litellm"), "--config", str(config), "--host", LOOPBACK]
         super().__init__(
             "litellm",
-            [
-                str(folder / "bin" / "litellm"),
-                "--config",
-                str(config),
-                "--host",
-                LOOPBACK,
-                "--port",
-                str(port),
-            ],
+            [*command, "--port", str(port)],
             health_url=f"{self.base_url}/health/liveliness",
             log_path=work / "litellm.log",
             env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_DOCS": "True"},
