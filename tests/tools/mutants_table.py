@@ -119,7 +119,7 @@ RowFormat.needed: a chunk that attention sees is taken for a sliding window
 > tests/virtual/test_walks.py
 RowFormat.needed: D wants what has left a window, and P has given back
 ~ first = first // whole * whole if self.window else 0 => first = 0
-== p2pkv/connector/stage_layers.py > tests/connector/test_describe.py::test_stages_of_a_model_with_a_drafter
+== p2pkv/connector/stage_layers.py > tests/connector/test_drafters.py::test_stages_of_a_model_with_a_drafter
 layer_order: a draft model's layers come before the model's
 ~ name.startswith(DRAFTERS), [ => False, [
 _whole: stages whose layers are out of order are taken as they are
