@@ -61,16 +61,18 @@ def test_a_tensor_outlives_its_link(shm: HostLinks) -> None:
     assert mapped() == before
 
 
-def test_idle_pages_return_to_the_system(shm: HostLinks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_pages_return_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2pkv.links.staging.IDLE_SECONDS", 0.05)
     before = set(os.listdir("/proc/self/fd"))
     window = 20 << 20
-    pair = connect((shm, shm), window)
+    links = HostLinks("127.0.0.1", window, True)
+    pair = connect((links, links), window)
     arena = next(fd for fd in os.listdir("/proc/self/fd") if fd not in before)
     pair.carry(window)
     assert os.stat(f"/proc/self/fd/{arena}").st_blocks * 512 >= window
     pair.until(lambda: os.stat(f"/proc/self/fd/{arena}").st_blocks * 512 < 1 << 20)
     pair.carry(window)
+    links.close()
 
 
 def test_more_messages_than_entries(shm: HostLinks) -> None:
