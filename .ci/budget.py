@@ -29,10 +29,10 @@ def words() -> int:
 def weighed() -> list[tuple[str, int, int]]:
     """What is weighed, its weight, its limit."""
     return [
-        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 21_845),
+        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 21_843),
         ("lines of proxy", lines("proxy"), 9_820),
-        ("lines of tests", lines("tests"), 59_665),
-        ("lines of benchmarks", lines("benchmarks"), 3_670),
+        ("lines of tests", lines("tests"), 59_505),
+        ("lines of benchmarks", lines("benchmarks"), 3_668),
         ("words of README.md and docs/", words(), 21_880),
     ]
 
