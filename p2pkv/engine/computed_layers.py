@@ -82,6 +82,6 @@ class ComputedLayers:
             order(do.Computed(prompts, 0, self._layers, self.record()))
             order(do.Flush(tuple(key for key, _ in prompts)))
         elif prompts:
-            self.failure = "a step of P has failed in its forward"
+            self.failure = "a step of P has failed in its forward: see P's log, and restart that instance"
             for key, _ in prompts:
                 order(do.Abort(key, self.failure))

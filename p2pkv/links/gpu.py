@@ -25,7 +25,7 @@ PACED = 32
 
 EARLY, LATE, MARGIN = 0.5, 0.9, 2.5e-4
 """An operation is looked at MARGIN seconds before it is thought to end, at the latest after LATE of the time
-that it is thought to take, never before EARLY of it."""
+that it is thought to take, never before EARLY of it. A core that has slept for long wakes up late."""
 
 MAX_PAUSE = 0.001
 """Seconds that a pause lasts at most: an operation may have become much faster."""
