@@ -23,7 +23,10 @@ async def metrics_page(proxy: Proxy, request: web.Request) -> web.Response:
     """GET /metrics. A thread writes it, one page at a time: of 1,000 instances it takes most of a second."""
     proxy.guard.look(request)
     proxy.metrics.forget()
-    encode, kind = choose_encoder(request.headers.get("Accept", ""))
+    try:
+        encode, kind = choose_encoder(request.headers.get("Accept", ""))
+    except (TypeError, ValueError):  # of a version that is no number
+        encode, kind = choose_encoder("")
     async with proxy.metrics.writing:
         read = tuple(Exposition(proxy).collect())  # in the loop, where all of it changes
         both = chain(proxy.metrics.registry.collect(), read)

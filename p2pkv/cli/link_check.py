@@ -71,8 +71,8 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
         firsts.append(first)
         stopped = next((str(rank["engine"]) for rank in ranks if rank.get("engine", "runs") != "runs"), "")
         sentence = (
-            f"{address} is a {first['role']}, from here by {way_to(address.host)}; all {len(ranks)} of its "
-            f"ranks answer; links that are up: {links}"
+            f"{address} has role {first['role']}, from here by {way_to(address.host)}; all {len(ranks)} of "
+            f"its ranks answer; links that are up: {links}"
         )
         if stopped:
             sentence += f"; it cannot serve now: {stopped}"
@@ -299,7 +299,8 @@ def listen(address: Address, members: Members | None, link: str) -> Iterator[Fin
         factory = _factory(stack, link, address.host)
         endpoint = stack.enter_context(closing(Endpoint(address, members)))
         other = Conversation(endpoint)
-        print(f"[--] on the other host: p2pkv doctor --connect {address}", flush=True)
+        secret = " --secret-file FILE" if members else ""
+        print(f"[--] on the other host: p2pkv doctor --connect {address}{secret}", flush=True)
         ask = other.receive(CheckRequest, LISTEN_SECONDS)
         mine = PeerReport.this_side(factory.kind, way_to(ask.host))
         yield from compare(mine, ask.about)

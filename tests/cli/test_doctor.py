@@ -461,12 +461,12 @@ def test_all_ranks_of_a_pair_are_asked(capsys: pytest.CaptureFixture[str]) -> No
         ask = ["doctor", "--pair", str(p.address), str(d.address)]
         assert main(ask) == 0
         said = capsys.readouterr().out
-        assert f"{p.address} is a P, from here by lo (127.0.0.1); all 2 of its ranks answer" in said
+        assert f"{p.address} has role P, from here by lo (127.0.0.1); all 2 of its ranks answer" in said
         assert "all 1 of its ranks answer; links that are up: 0" in said
         assert "[ok] link:      memory on both" in said
         assert main(["doctor", "--pair", str(d.address), str(p.address)]) == 1
         said = capsys.readouterr().out
-        assert f"[!!] P:         {d.address} is a D" in said and "expected kv_role kv_producer or" in said
+        assert f"[!!] P:         {d.address} has role D" in said and "expected kv_role kv_producer or" in said
         core = d.ranks[0].rank.core
         on_engine_thread(
             d.ranks[0].rank, lambda: core.steps.note(Beat(steps=1, work=False, paused=True), 0.0)

@@ -176,7 +176,7 @@ async def test_a_pause_is_shown() -> None:
 
 
 async def test_every_proxy_has_numbers_of_its_own(concurrent: Deployment, sequential: Deployment) -> None:
-    """OpenMetrics is spoken to those who ask for it."""
+    """OpenMetrics is spoken to those who ask for it; who asks for no known version gets the usual format."""
     assert (await concurrent.post()).status == 200
     assert (await page(concurrent)).value("admitted_total") == 1
     assert (await page(sequential)).value("admitted_total") == 0
@@ -184,6 +184,9 @@ async def test_every_proxy_has_numbers_of_its_own(concurrent: Deployment, sequen
     async with concurrent.client.get(f"{concurrent.url}/metrics", headers=accept) as response:
         assert response.content_type == "application/openmetrics-text"
         assert (await response.text()).endswith("# EOF\n")
+    accept["Accept"] = "text/plain; version=latest"
+    async with concurrent.client.get(f"{concurrent.url}/metrics", headers=accept) as response:
+        assert response.status == 200 and "text/plain; version=0.0.4" in response.headers["Content-Type"]
 
 
 async def test_other_requests_go_on_while_a_page_is_written(
