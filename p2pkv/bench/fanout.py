@@ -38,7 +38,7 @@ from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
 from p2pkv.link_kinds import KINDS
 from p2pkv.links import make_factory
-from p2pkv.links.nccl_memory import Way, end_bytes
+from p2pkv.links.nccl_memory import CHANNELS, Way, end_bytes
 from p2pkv.pairing import Address
 
 FAN_OUTS = (1, 2, 4)
@@ -195,8 +195,6 @@ def table(results: dict[str, Any]) -> Iterator[str]:
 # The memory of communicators.
 
 LINKS = 4
-CHANNELS = 8
-"""Of the option nccl_num_channels by default."""
 
 
 def free_bytes(device: str) -> int:

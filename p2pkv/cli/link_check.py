@@ -28,6 +28,7 @@ from p2pkv.link_kinds import kind_of
 from p2pkv.links import make_factory
 from p2pkv.links.base import Inbound, LinkError, LinkFactory, Outbound, Receive, Send
 from p2pkv.pairing import Address
+from p2pkv.protocol.handshake import SAME_LINK
 from p2pkv.protocol.messages import PROTOCOL_VERSION, BadMessage
 
 MESSAGE_BYTES = 8 << 20
@@ -50,8 +51,6 @@ PAUSE_SECONDS = 0.0001
 
 NETWORK = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_IB_GID_INDEX", "NCCL_NET")
 """Environment variables that decide which network NCCL takes."""
-
-SAME_NCCL = "give both the same `link`, and install the same nvidia-nccl package on both"
 
 
 def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[Finding]:
@@ -88,7 +87,7 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
                 yield Finding(f"{role} rank {number}", sentence, ok=False)
     if len(firsts) == 2:
         one, two = firsts
-        yield same("link", str(one.get("link")), str(two.get("link")), ("P", "D"), SAME_NCCL)
+        yield same("link", str(one.get("link")), str(two.get("link")), ("P", "D"), SAME_LINK)
         found = fit_differences(str(one.get("fit", "")), str(two.get("fit", "")))
         differ = [f"{name} ({' and '.join(each)})" for name, each in found.items()]
         sentence = f"{one.get('model')} on P and {two.get('model')} on D may be a pair"
@@ -191,7 +190,7 @@ def compare(mine: PeerReport, theirs: PeerReport) -> Iterator[Finding]:
     yield same("p2pkv", mine.p2pkv, theirs.p2pkv, sides, "install the same version on both")
     yield same("protocol", str(mine.protocol), str(theirs.protocol), sides, of_p2pkv)
     yield same("vLLM", mine.vllm, theirs.vllm, sides, "install the same version on both")
-    yield same("link", mine.link, theirs.link, sides, SAME_NCCL)
+    yield same("link", mine.link, theirs.link, sides, SAME_LINK)
     yield Finding("network", f"this side by {mine.way}, the other by {theirs.way}")
     for name in sorted({*mine.network, *theirs.network}):
         one, two = (each.network.get(name, "not set") for each in (mine, theirs))

@@ -19,7 +19,7 @@ from p2pkv.links.gpu import CudaDevice, DevicePool, pause_of
 from p2pkv.links.nccl_bindings import UNIQUE_ID_BYTES, Nccl, NcclError, NcclMissing, version_name
 from p2pkv.links.nccl_communicator import FIRST_MESSAGE_BYTES, BusyEnds, NcclContext
 from p2pkv.links.nccl_ends import NcclEnd, NcclInbound, NcclOutbound
-from p2pkv.links.nccl_memory import buffer_settings
+from p2pkv.links.nccl_memory import division
 from p2pkv.links.staging import StagingBudget, aligned
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def check_versions(mine: int, theirs: int) -> None:
 
 class NcclLinks(LinkFactory):
     """Makes NCCL links for one rank. One thread owns all of them. `kind` names NCCL's exact version, and
-    the sizes of buffers that the environment sets, so that peers with others are refused at the handshake."""
+    by what it divides messages, so that peers with others are refused at the handshake."""
 
     blobs = NcclInvitation, NcclAcceptance
     too_many_stuck = "calls to NCCL never returned in this process, for peers that died; restart it"
@@ -91,7 +91,7 @@ class NcclLinks(LinkFactory):
             nccl, device, pool, self.staging, init_seconds, owner, busy, in_flight, group_bytes
         )
         self._version = nccl.version()
-        self.kind = " ".join(filter(None, (f"nccl {version_name(self._version)}", buffer_settings())))
+        self.kind = f"nccl {version_name(self._version)} {division(nccl.channels)}".rstrip()
         logger.info(
             f"{nccl.describe()} on {device.name}: {busy.most} links may be busy at once, with "
             f"{nccl.channels} channels each"

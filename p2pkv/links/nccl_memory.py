@@ -30,9 +30,18 @@ CONTROL_BYTES = 4096
 NET_BYTES_OF_A_CHANNEL = 16 * 128 << 10
 """NCCL_SHARED_STEPS x NCCL_P2P_NET_CHUNKSIZE: sharedNetBuffersInit in transport/net.cc."""
 
-BUFFER_VARIABLES = ("NCCL_BUFFSIZE", "NCCL_LL_BUFFSIZE", "NCCL_LL128_BUFFSIZE")
-"""Between GPUs the sender finds the receiver's buffers by its own sizes (p2pSendConnect in transport/p2p.cc),
-and NCCL does not compare these of two ranks."""
+CHANNELS = 8
+"""Of the option nccl_num_channels by default."""
+
+SAME_ON_BOTH = (
+    "NCCL_BUFFSIZE", "NCCL_LL_BUFFSIZE", "NCCL_LL128_BUFFSIZE", "NCCL_CHUNK_SIZE", "NCCL_P2P_NET_CHUNKSIZE",
+    "NCCL_P2P_NVL_CHUNKSIZE", "NCCL_P2P_PCI_CHUNKSIZE", "NCCL_P2P_LL_THRESHOLD", "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS", "NCCL_MIN_CTAS",
+    "NCCL_NCHANNELS_PER_NET_PEER",
+)  # fmt: skip
+"""Each rank divides a message into channels (addP2pToPlan in enqueue.cc) and steps (computeBuffSizes in
+init.cc) by its own numbers, and a sender finds the receiver's buffers by its own sizes (p2pSendConnect in
+transport/p2p.cc). NCCL does not compare them: two ranks then hang, or take stale bytes for those sent."""
 
 
 class Way(IntEnum):
@@ -59,9 +68,10 @@ def end_bytes(channels: int, way: Way, receives: bool) -> int:
     return total
 
 
-def buffer_settings(environ: Mapping[str, str] = os.environ) -> str:
-    """What the environment sets of BUFFER_VARIABLES, "NCCL_BUFFSIZE=1048576"; "" if nothing."""
-    return " ".join(f"{name}={environ[name]}" for name in BUFFER_VARIABLES if environ.get(name))
+def division(channels: int, environ: Mapping[str, str] = os.environ) -> str:
+    """What both ranks need alike, where it is not the default: "16 channels NCCL_BUFFSIZE=1048576"."""
+    found = [f"{channels} channels"] if channels != CHANNELS else []
+    return " ".join(found + [f"{name}={environ[name]}" for name in SAME_ON_BOTH if environ.get(name)])
 
 
 def _granules(nbytes: int) -> int:

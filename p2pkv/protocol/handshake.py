@@ -162,7 +162,7 @@ DRAFTER = " with drafter "
 """In a Hello's weights, before what identifies a drafter that keeps KV."""
 
 SAME_RINGS = "serve the same model with the same num_speculative_tokens, from which vLLM takes a ring's size"
-SAME_LINK = "set the same `link` option, install the same NCCL, and set the same NCCL_*BUFFSIZE, if any"
+SAME_LINK = "give both the same `link`, nccl_num_channels, NCCL_* variables and nvidia-nccl package"
 SAME_ALLOCATOR = "serve the same model, and set --disable-hybrid-kv-cache-manager on both sides or on neither"
 
 

@@ -1,4 +1,4 @@
-"""What a communicator takes by NCCL's source, as docs/decisions/nccl-memory.md says; and equal buffers."""
+"""What a communicator takes by NCCL's source (docs/decisions/nccl-memory.md); what both ends need alike."""
 
 import re
 from pathlib import Path
@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from p2pkv.links.nccl_memory import (
-    BUFFER_VARIABLES,
     CONTROL_BYTES,
     GRANULE,
     LL128_BYTES,
     LL_BYTES,
     MIB,
+    SAME_ON_BOTH,
     SIMPLE_BYTES,
     Way,
-    buffer_settings,
+    division,
     end_bytes,
 )
 from support.links.pairs import nccl_links
@@ -62,13 +62,14 @@ def test_channels_and_granules_are_what_counts() -> None:
     assert both == 128 * MIB and str(both // MIB) in PAGE
 
 
-def test_buffers_of_other_sizes_are_another_kind_of_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's sender would write past the receiver's: so the handshake refuses them, which compares kinds."""
-    for name in BUFFER_VARIABLES:
+def test_messages_divided_otherwise_are_another_kind_of_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's sender would write past the receiver's buffers, or its receiver read what was not sent: so the
+    handshake refuses them, which compares kinds."""
+    for name in SAME_ON_BOTH:
         monkeypatch.delenv(name, raising=False)
     plain = nccl_links().kind
     assert re.fullmatch(r"nccl \d+\.\d+\.\d+", plain)
-    monkeypatch.setenv("NCCL_LL128_BUFFSIZE", "61440")
+    monkeypatch.setenv("NCCL_P2P_NET_CHUNKSIZE", "524288")
     monkeypatch.setenv("NCCL_BUFFSIZE", "1048576")
-    assert nccl_links().kind == f"{plain} NCCL_BUFFSIZE=1048576 NCCL_LL128_BUFFSIZE=61440"
-    assert buffer_settings({"NCCL_BUFFSIZE": ""}) == ""
+    assert nccl_links().kind == f"{plain} NCCL_BUFFSIZE=1048576 NCCL_P2P_NET_CHUNKSIZE=524288"
+    assert division(16, {"NCCL_BUFFSIZE": ""}) == "16 channels"

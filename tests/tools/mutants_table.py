@@ -798,6 +798,6 @@ mps_runs: another process that has the daemon's old number passes for it
 ~ True if program(pid).startswith(DAEMON[:15]) else None => True if program(pid) else None
 == p2pkv/links/nccl.py
 > tests/links/test_nccl_memory.py
-NcclLinks.__init__: P and D with other sizes of NCCL's buffers pass for alike
-~ f"nccl {version_name(self._version)}", buffer_settings() => f"nccl {version_name(self._version)}", ""
+NcclLinks.__init__: P and D that divide messages in different ways pass for alike
+~ {division(nccl.channels)}" => "
 """
