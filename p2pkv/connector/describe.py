@@ -286,7 +286,17 @@ def refuse_what_cannot_pair(config: VllmConfig) -> None:
             "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set: with it vLLM's engine core ends when a router "
             "uses an id again while P holds blocks for it; unset it, as p2pkv needs no equal ids on P and D"
         )
-    parallel = config.parallel_config
+    if config.aux_output_config.enabled:
+        raise ConfigError(
+            "--enable-return-routed-experts is set: D does not get the experts of the tokens that P "
+            "computed, and vLLM needs them; leave the option out"
+        )
+    model, parallel = config.model_config, config.parallel_config
+    if model.uses_mrope and (media := model.multimodal_config) and media.is_multimodal_pruning_enabled():
+        raise ConfigError(
+            "--video-pruning-rate is set: what is kept of a video decides on the positions behind it, and "
+            "D does not encode a video whose KV comes from P; leave the option out"
+        )
     if parallel.enable_elastic_ep:
         raise ConfigError(
             "--enable-elastic-ep is set: this version of p2pkv does not follow data-parallel ranks that come "
@@ -494,6 +504,7 @@ def _element_type(config: VllmConfig, tensor: torch.Tensor) -> str:
     name = str(tensor.dtype).removeprefix("torch.")
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
         return name
-    kind = str(config.cache_config.cache_dtype)
+    kind, skipped = str(config.cache_config.cache_dtype), config.cache_config.kv_cache_dtype_skip_layers
     form = " fnuz" if current_platform.is_fp8_fnuz() else ""  # AMD's MI300: other numbers of eight bits
+    form += f", not in layers {' '.join(sorted(skipped))}" if skipped else ""  # names leave numbers out
     return f"{name} ({'fp8_e4m3' if kind == 'fp8' else kind}{form})"

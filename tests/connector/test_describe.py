@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import ModelConfig, MultiModalConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -43,6 +43,7 @@ from p2pkv.connector.describe import (
 )
 from p2pkv.connector.identity import ENDS_BYTES, fingerprint
 from p2pkv.plugin import register
+from p2pkv.protocol.handshake import Refused, negotiate
 from p2pkv.protocol.messages import Hello
 from support.connector.instances import (
     ATTENTION,
@@ -158,6 +159,20 @@ def test_bytes_of_different_meaning_are_different_types(
         found = hello_with(config, caches_of(LAYERS, dtype=tensor)).cache.groups[0].dtype
         assert found == said.replace(")", end)
         monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda _: True))
+
+
+def test_other_layers_that_keep_their_type_in_a_cache_of_bytes_are_refused() -> None:
+    """--kv-cache-dtype-skip-layers: as many layers of either type on both sides, but others."""
+
+    def said(role: str, kept: int) -> Hello:
+        config, names = vllm_config(role), [f"model.layers.{number}.attn" for number in range(4)]
+        config.cache_config.cache_dtype, config.cache_config.kv_cache_dtype_skip_layers = "fp8", [str(kept)]
+        numbers = caches_of(names[kept : kept + 1], dtype=torch.bfloat16)
+        return hello_with(config, caches_of(names, dtype=torch.uint8) | numbers)
+
+    negotiate(said("P", 1), said("D", 1))
+    with pytest.raises(Refused, match=r"not in layers 1.* not in layers 2.*set the same --kv-cache-dtype"):
+        negotiate(said("P", 1), said("D", 2))
 
 
 def test_the_names_of_layers_tell_models_apart_but_not_pipeline_stages() -> None:
@@ -470,6 +485,23 @@ def test_weights_without_files_need_a_name(
 def test_ranks_that_would_be_addressed_wrongly_are_refused(sizes: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         P2pKvConnector(with_parallel(**sizes), KVConnectorRole.WORKER, kv_cache_config())
+
+
+def test_what_a_d_does_not_learn_by_kv_alone_is_refused() -> None:
+    """Positions behind a video that its encoder has pruned; the experts to which tokens were sent."""
+    config = vllm_config("D")
+    model = config.model_config
+    model.multimodal_config = MultiModalConfig(video_pruning_rate=0.5)
+    refuse_what_cannot_pair(config)
+    model.hf_text_config.rope_parameters = {"rope_type": "default", "mrope_section": [2, 3, 3]}
+    assert model.uses_mrope
+    with pytest.raises(ConfigError, match="--video-pruning-rate is set"):
+        refuse_what_cannot_pair(config)
+    model.multimodal_config = MultiModalConfig()
+    refuse_what_cannot_pair(config)
+    config.aux_output_config.enable_return_routed_experts = True
+    with pytest.raises(ConfigError, match="--enable-return-routed-experts is set"):
+        refuse_what_cannot_pair(config)
 
 
 def test_request_ids_that_may_come_twice_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
