@@ -469,8 +469,13 @@ def _model_heads(config: VllmConfig, layer: str, spec: KVCacheSpec, held: int) -
     if number < len(sizes.per_layer_overrides or ()):  # layers differ, as Gemma-4's
         sizes = sizes[number]
     heads = 1 if model.use_mla else sizes.total_num_kv_heads
+    text = model.hf_text_config
+    blocks = getattr(text, "block_configs", None) or ()  # of Nemotron-NAS, whose layers differ
+    attention = getattr(blocks[number], "attention", None) if number < len(blocks) else None
+    if group := getattr(attention, "n_heads_in_group", None):
+        heads = text.num_attention_heads // group
     if getattr(spec, "sliding_window", None):  # of MiMo-V2, and of Step-3.5
-        own, text = "swa_num_key_value_heads", model.hf_text_config
+        own = "swa_num_key_value_heads"
         others = getattr(text, "attention_other_setting", None) or {}
         heads = getattr(text, own, None) or others.get("num_attention_groups") or heads
     if held == max(1, heads // tp):

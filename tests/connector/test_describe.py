@@ -127,6 +127,12 @@ def test_layers_whose_kv_heads_the_models_configuration_has() -> None:
     kv = kv_groups(*(([name], spec) for name, spec in specs.items()))
     caches = {name: torch.zeros(4, spec.num_kv_heads, BLOCK, 32) for name, spec in specs.items()}
     assert [group.heads for group in cache_of(config, Layers(caches, kv))[1].groups] == [8, 2]
+    # Nemotron-NAS: vLLM gives the first layer's number for the model's.
+    model.per_layer_overrides, text = None, config.model_config.hf_text_config
+    text.num_attention_heads = 16
+    sizes = [SimpleNamespace(n_heads_in_group=each) for each in (2, 8)]
+    text.block_configs = [SimpleNamespace(attention=each) for each in sizes]
+    assert [group.heads for group in cache_of(config, Layers(caches, kv))[1].groups] == [8, 2]
 
 
 def test_a_model_that_spreads_heads_otherwise_is_refused() -> None:
