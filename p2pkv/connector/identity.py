@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import torch
 import xxhash
+from vllm import envs
 
 from p2pkv.config import ConfigError, InstanceRole, Role
 from p2pkv.control.warm_up_prompts import REQUEST_MARK
@@ -103,6 +104,9 @@ def _fingerprint(model: ModelConfig, load: LoadConfig, name: str, apart: frozens
     """`apart`: names of settings that do not count."""
     digest = hashlib.blake2b(digest_size=12)
     quantized = f"{model.quantization} {getattr(model, 'quantization_config', None)}"
+    if model.quantization == "humming":  # its configuration is in the environment
+        how = envs.VLLM_HUMMING_ONLINE_QUANT_CONFIG, envs.VLLM_HUMMING_INPUT_QUANT_CONFIG
+        quantized += json.dumps(how, sort_keys=True)
     classes = sorted(model.model_class_overrides.items())
     digest.update(f"{model.dtype} {quantized} {classes} {_by_length(model)}".encode())
     for settings in (model.hf_config, model.hf_text_config):

@@ -415,7 +415,7 @@ def test_whether_llama_4_tunes_its_attentions_temperature_counts(copy: Path) -> 
     assert tuned(65536, attn_temperature_tuning=False) == tuned(8192)
 
 
-def test_what_vllm_makes_of_the_files_counts(copy: Path) -> None:
+def test_what_vllm_makes_of_the_files_counts(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The type of its numbers, quantization while it loads, and a class that stands in for the model's."""
     ways: list[dict[str, Any]] = [
         {},
@@ -423,10 +423,14 @@ def test_what_vllm_makes_of_the_files_counts(copy: Path) -> None:
         {"quantization": "fp8"},
         {"quantization": "fp8", "quantization_config": {"ignore": ["lm_head"]}},
         {"model_class_overrides": {"LlamaForCausalLM": "elsewhere:Model"}},
+        {"quantization": "humming"},
+        {"quantization": "humming", "VLLM_HUMMING_ONLINE_QUANT_CONFIG": '{"dtype": "int4"}'},
+        {"quantization": "humming", "VLLM_HUMMING_ONLINE_QUANT_CONFIG": '{"dtype": "int8"}'},
     ]
     seen = set()
     for way in ways:
         config = served(copy)
+        monkeypatch.setenv(online := "VLLM_HUMMING_ONLINE_QUANT_CONFIG", way.pop(online, "{}"))
         for name, value in way.items():
             setattr(config.model_config, name, value)
         seen.add(fingerprint(config))
