@@ -85,11 +85,12 @@ def fingerprint(config: VllmConfig, name: str = "") -> str:
 def drafter_of(config: VllmConfig, name: str = "") -> str:
     """What P and D must have alike of a drafter that keeps KV (EAGLE, MTP, a draft model); "" without one.
 
-    Its KV is of no use to another drafter. Where each module of several reads one token further than the one
-    before it, the number of tokens decides which of them run. Raises ConfigError as `fingerprint` does.
+    Its KV is of no use to another drafter; Gemma 4's MTP keeps none, and reads the model's. Where each module
+    of several reads one token further than the one before it, the number of tokens decides which of them run.
+    Raises ConfigError as `fingerprint` does.
     """
     drafting = config.speculative_config
-    if drafting is None or not drafting.uses_draft_kv_cache():
+    if drafting is None or not drafting.uses_draft_kv_cache() or drafting.use_gemma4_mtp():
         return ""
     draft = drafting.draft_model_config
     weights = ""

@@ -142,6 +142,7 @@ def mtp(guesses: int, modules: int) -> Any:
         uses_draft_kv_cache=lambda: True,
         use_eagle=lambda: True,
         use_multi_module_mtp=lambda: min(guesses, modules) > 1,
+        use_gemma4_mtp=lambda: False,
     )
 
 
@@ -151,6 +152,14 @@ def test_of_several_mtp_modules_as_many_must_run_on_both() -> None:
 
     assert said(2, 1) == said(5, 1) == "mtp"
     assert said(2, 4) != said(3, 4)
+
+
+def test_a_drafter_that_reads_the_models_kv_may_be_on_one_side_only() -> None:
+    """Gemma 4's, whose layers vLLM registers with the memory of the model's."""
+    config, own = vllm_config("D", drafter=eagle()), caches_of(LAYERS)
+    drafting, shared = config.speculative_config, {"draft_model.layers.0.attn": own[list(LAYERS)[1]]}
+    drafting.method, drafting.draft_model_config.hf_config.model_type = "mtp", "gemma4_mtp"
+    negotiate(hello("P"), hello_with(config, own | shared))
 
 
 def test_stages_of_a_model_with_a_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
