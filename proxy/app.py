@@ -241,7 +241,8 @@ async def on_expect(request: web.Request) -> web.StreamResponse | None:
         return None
     if request.headers.get("Expect", "").lower() != "100-continue":
         return error_response(417, "Of expectations only `Expect: 100-continue` is met here.")
-    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    with suppress(ConnectionError):  # the client has left
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     request.writer.output_size = 0  # nothing of the answer itself has been sent
     return None
 

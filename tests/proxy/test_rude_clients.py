@@ -5,6 +5,7 @@ import contextlib
 import gzip
 import json
 import logging
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -121,6 +122,16 @@ async def test_what_is_no_request_gets_an_answer_and_leaves_nothing(
     assert (await short.post()).status == 200
     unforeseen = [line for line in caplog.records if line.levelno >= logging.ERROR]
     assert unforeseen == []
+
+
+async def test_a_client_that_leaves_before_it_may_send_its_body(
+    short: Deployment, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = short.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(sized(BODY, b"Expect: 100-continue"))
+    assert (await short.post()).status == 200
+    assert [line for line in caplog.records if line.levelno >= logging.ERROR] == []
 
 
 @pytest.mark.parametrize("kept", [(), (b"Connection: keep-alive",)])
