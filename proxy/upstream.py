@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from functools import partial
+from typing import Any, Self, cast
 
 import aiohttp
 import msgspec
 from aiohttp.abc import AbstractStreamWriter
+from aiohttp.client_proto import ResponseHandler
 from multidict import CIMultiDictProxy
 
 from .blame import CallEnd
@@ -125,11 +127,23 @@ async def _reused(_: aiohttp.ClientSession, context: Any, __: aiohttp.TraceConne
         context.trace_request_ctx.append(True)
 
 
+class _Connection(ResponseHandler):
+    """Also ends an answer of which aiohttp could not read a chunk: who reads it would wait for ever."""
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        answer = self._payload
+        super().connection_lost(exc)
+        if answer is not None and not answer.is_eof() and answer.exception() is None:
+            answer.set_exception(aiohttp.ClientPayloadError("it has a chunk that cannot be read"))
+
+
 def _session(**connections: Any) -> aiohttp.ClientSession:
     watch = aiohttp.TraceConfig()
     watch.on_connection_reuseconn.append(_reused)
+    connector = aiohttp.TCPConnector(limit=0, socket_factory=_socket, **connections)
+    connector._factory = cast("Any", partial(_Connection, connector._loop))
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, socket_factory=_socket, **connections),
+        connector=connector,
         timeout=aiohttp.ClientTimeout(total=None, connect=_REACH_SECONDS, sock_connect=_CONNECT_SECONDS),
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("User-Agent", "Accept"),

@@ -367,9 +367,11 @@ SSE = b"Content-Type: text/event-stream\r\n"
 
 
 class RudeInstance(RawInstance):
-    """Answers /health and /v1/models as it should, and every POST with `said`, then closes."""
+    """Answers /health and /v1/models as it should, and every POST with `said`, then closes; or, if there is
+    `more` to say, when the proxy does."""
 
     said: bytes = b""
+    more: bytes = b""
     health_answer: bytes = OK + b"Content-Length: 0\r\n\r\n"
     models_answer: bytes = OK + b"Content-Length: 0\r\n\r\n"
 
@@ -381,6 +383,10 @@ class RudeInstance(RawInstance):
         else:
             writer.write(self.health_answer if b"/health" in head else self.models_answer)
         await writer.drain()
+        if head.startswith(b"POST") and self.more:
+            await asyncio.sleep(0.05)
+            writer.write(self.more)
+            await reader.read()
 
 
 @asynccontextmanager
@@ -423,6 +429,16 @@ BAD = {
     "comments without end": OK + SSE + b"Connection: close\r\n\r\n" + b": waiting\n\n" * 3,
     "a stream of nothing": OK + SSE + b"Content-Length: 0\r\n\r\n",
 }
+
+
+async def test_a_chunk_that_cannot_be_read_ends_a_stream() -> None:
+    async with rude("D") as (deployment, instance):
+        instance.said = OK + SSE + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(TOKEN), TOKEN)
+        instance.more = b"zz\r\n"
+        async with await deployment.post(stream=True) as response, asyncio.timeout(5):
+            first, last, nothing = (await response.read()).split(b"\n\n")
+        assert first + b"\n\n" == TOKEN and nothing == b""
+        assert b"The decode instance died in the middle of its answer." in last
 
 
 # Of P, since nobody reads what it says.
