@@ -233,8 +233,6 @@ class Relay:
         if self.answer.content_type != EVENT_STREAM:
             hang_up(self.request)
             return
-        if self.continuation is None and (self.transcript is None or not self.transcript.possible):
-            await self._send(self._filter.flush())
         between_events = self._sent.endswith((EVENT_END, _CRLF_END))
         error = self._error or error_event(self._status, self._why, named=self.request.path in NAMED_EVENTS)
         await self._send((b"" if between_events else EVENT_END) + error, last=True)
