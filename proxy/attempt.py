@@ -229,7 +229,8 @@ class Attempt:
         if answered.content_type == EVENT_STREAM:
             pace = self.record.streams(head, by_prefill=True)
             self.place.streams(pace)
-        relay = self.relay = Relay(self.request, answered, head, self._scrubber, pace)
+        silence = (pace and self.services.limits.event_seconds) or math.inf
+        relay = self.relay = Relay(self.request, answered, head, self._scrubber, pace, silence)
         try:
             response = await relay.run()
         finally:

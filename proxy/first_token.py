@@ -60,7 +60,7 @@ _CALLS = rb'"tool_calls"\s*:\s*\['
 _WHOLE_BLOCKS = 128
 """Tokens that a prompt takes more of D's room, at most: where KV is packed, whole blocks of it travel."""
 
-_CHOICE = b'"choices":[{'
+_FIRST, _CHOICE = DATA_SPACE + b'{"id"', b'"choices":[{'
 _LENGTH = b'"finish_reason":"length"'
 _LENGTH_OF_CHAT = _LENGTH + b',"stop_reason":null'
 _OF_THE_END = re.compile(rb',"system_fingerprint":"[^"]*"(?=\}\n\n\Z)')
@@ -79,10 +79,11 @@ class PrefillToken:
     @classmethod
     def of(cls, head: bytes) -> PrefillToken:
         """Of the answer, up to its first event with content. Raises ValueError if that is not vLLM's."""
-        head, prompt = split_prompt(head)
+        # vLLM may send comments before it (--sse-keep-alive-interval).
+        head, prompt = split_prompt(head[max(0, head.find(_FIRST)) :])
         start = head.rfind(DATA_SPACE, 0, max(0, head.rfind(_CHOICE)))
         end = head.find(EVENT_END, start)
-        if min(start, end) < 0 or not prompt:
+        if min(start, end) < 0 or not (prompt and head.startswith(_FIRST)):
             raise ValueError("no event with a token, or without the prompt's")
         choice = text_of(head[start:end])
         if len(choice.token_ids or ()) != 1 or choice.finish_reason is None:

@@ -169,7 +169,10 @@ class Relay:
                 data = passed_on.feed(chunk)
                 if prefilled is not None and counts in data:
                     data = await with_ps_counts(data, self.request.path, prefilled, streamed=pace is not None)
+                since = self._since
                 await self._send(data if stream is None else stream.feed(data))
+                if chunk.startswith(b":") and b"data:" not in chunk:
+                    self._since = since  # a comment, which vLLM's server sends while its engine says nothing
                 if passed_on.given_up:
                     self._end, self._why = CallEnd.ABORTED, f"The decode instance {STOPPED}."
                     return self._broke_off(None)

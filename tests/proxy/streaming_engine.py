@@ -222,7 +222,7 @@ class Answer:
         for event in data.decode().split("\n\n"):
             if event == "data: [DONE]":
                 made.done = True
-            elif event:
+            elif event and not event.startswith(":"):
                 made._add(json.loads(event.removeprefix("data: ")))
         return made
 

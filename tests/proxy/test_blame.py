@@ -652,11 +652,17 @@ async def test_the_deadline_for_the_first_token_is_for_streams() -> None:
         assert (await asking).status == 200
 
 
-async def test_a_stream_without_more_events_ends_with_an_error() -> None:
+async def keep_alive(request: web.Request, seen: Seen) -> bytes:
+    await asyncio.sleep(0.05)
+    return b": keep-alive\n\n"
+
+
+@pytest.mark.parametrize("silent", [streams(asyncio.Event()), stream_of("first", *[keep_alive] * 100)])
+async def test_a_stream_without_more_events_ends_with_an_error(silent: Behaviour) -> None:
     async with deployed("concurrent", 1, 1, event_seconds=0.3) as deployment:
-        deployment.d.behaviour = streams(asyncio.Event())
+        deployment.d.behaviour = silent
         response = await deployment.post(STREAM)
-        first, last, nothing = (await response.read()).split(b"\n\n")
+        first, *_, last, nothing = (await response.read()).split(b"\n\n")
         assert b"first" in first and nothing == b""
         error = json.loads(last.removeprefix(b"data: "))["error"]
         assert (error["code"], error["message"]) == (504, "The decode instance has sent nothing for 0.3 s.")

@@ -242,6 +242,10 @@ def behind_p(deployment: Deployment, behaviour: Behaviour) -> Behaviour:
     return after(lambda: deployment.proxy.counters.first_tokens > 0 or reasons(deployment) != {}, behaviour)
 
 
+KEEP_ALIVE = b": keep-alive\n\n"
+"""With `--sse-keep-alive-interval` vLLM sends it while there is nothing else."""
+
+
 @asynccontextmanager
 async def pair_of(
     engine: Engine,
@@ -251,9 +255,10 @@ async def pair_of(
     d: dict[str, Any] | None = None,
     **more: Any,
 ) -> AsyncIterator[Deployment]:
-    """A P and so many D's that can do it; `p`, `d`: what is otherwise of them."""
+    """A P, which has taken a while, and so many D's that can do it; `p`, `d`: what is otherwise of them."""
     async with deployed(dispatch, **more) as deployment:
-        await deployment.add("P", **{"first_token": 2, "behaviour": engine_of(engine)} | (p or {}))
+        kept_alive = engine_of(engine, KEEP_ALIVE)
+        await deployment.add("P", **{"first_token": 2, "behaviour": kept_alive} | (p or {}))
         behind = behind_p(deployment, engine_of(engine))
         can = {"first_token": 2, "ahead_tokens": 1 << 16, "context": CONTEXT, "behaviour": behind} | (d or {})
         for _ in range(decode):
@@ -773,6 +778,16 @@ async def test_a_p_that_fails_an_answer_of_one_token() -> None:
         assert seen.body == body
         assert reasons(deployment) == {"failed": 1} and not deployment.proxy.counters.first_tokens
         assert [outcomes(each) for each in deployment.everyone() if each.role == "P"] == [[False]]
+
+
+async def test_a_p_that_hangs_in_an_answer_of_one_token() -> None:
+    body = body_of(COMPLETIONS, max_tokens=1)
+    async with pair_of(Engine(Model(1)), event_seconds=0.3) as deployment:
+        hangs = chosen(
+            lambda seen: stream_of(next(Engine(Model(1)).events(seen.path, seen.body, "x")), forever)
+        )
+        deployment.p.behaviour = hangs
+        assert (await ask(deployment, body)).error["code"] == 504
 
 
 @pytest.mark.parametrize("how", ["refuses", "dies", "an error", "no event"])
