@@ -20,7 +20,7 @@ from .membership.instance import ROLE_NAMES, Instance
 from .metrics import RECORD, StreamTimer
 from .prompt_usage import COUNTS, with_ps_counts
 from .routing import Choice
-from .transcript import Transcript
+from .transcript import DONE, Transcript
 from .upstream import ABORTED, EVENT_END, EVENT_STREAM, LONGEST_EVENT, SIGNS, STOPPED, Reply, first_given_up
 
 logger = logging.getLogger(__name__)
@@ -189,7 +189,7 @@ class Relay:
             self.interrupt("The decode instance was lost, and another one has begun to answer otherwise.")
             return self._broke_off(error)
         except (aiohttp.ClientError, OSError) as error:
-            return (transcript is not None and transcript.done) or self._broke_off(error)
+            return self._sent.endswith(DONE + EVENT_END) or self._broke_off(error)
         return True
 
     def _broke_off(self, error: Exception | None) -> bool:

@@ -127,6 +127,14 @@ async def test_a_d_that_dies_in_its_stream_leaves_an_error_event(dispatch: Dispa
         assert asked(deployment.decodes) == asked(deployment.prefills) == [0, 1]
 
 
+async def test_a_d_that_dies_behind_the_end_of_its_stream_has_answered(either: Deployment) -> None:
+    relayed = asyncio.Event()
+    either.d.behaviour = stream_of("first", DONE, relayed, die)
+    response = await either.begin(n=2)
+    relayed.set()
+    assert await response.content.read() == DONE
+
+
 async def test_a_d_that_dies_in_a_long_json_leaves_it_unfinished(either: Deployment) -> None:
     """So long that its start has gone to the client."""
     begun = asyncio.Event()
