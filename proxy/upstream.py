@@ -24,7 +24,7 @@ from .bodies import ANYTHING, Content, Fields, decoded
 from .http import Headers
 from .membership.instance import Instance, LossReason
 from .membership.prober import is_ours
-from .metrics import EndOfCall
+from .metrics import EndOfCall, StreamTimer
 
 logger = logging.getLogger(__name__)
 
@@ -229,6 +229,7 @@ class Call:
         may_leave: whether the request has anywhere else to go; asked each second while only /health answers.
         why: why it has failed; "" if it has not.
         known: set once the instance has accepted or refused the request, or failed.
+        pace: of its answer, if that is a stream that goes to the client.
     """
 
     session: Client
@@ -242,6 +243,7 @@ class Call:
     end: CallEnd = CallEnd.PENDING
     why: str = "has not answered"
     known: asyncio.Event = field(default_factory=asyncio.Event)
+    pace: StreamTimer | None = None
     _received: int = -1
     _moved: float = 0.0
     _asking: asyncio.Task[Any] | None = None
@@ -345,7 +347,8 @@ class Call:
             return False
         # By what earlier calls have seen: whether more of the answer has come in the last seconds.
         assert self._response is not None
-        received, now = self._response.content.total_bytes, time.monotonic()
+        received = self._response.content.total_bytes if self.pace is None else self.pace.events
+        now = time.monotonic()
         if received != self._received:
             self._received, self._moved = received, now
         return now - self._moved >= _HUNG_SECONDS

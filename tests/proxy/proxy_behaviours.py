@@ -76,6 +76,8 @@ def die(request: web.Request, _: Seen | None = None) -> None:
 
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""With `--sse-keep-alive-interval` vLLM sends it while there is nothing else."""
 Step = str | bytes | asyncio.Event | Callable[[web.Request, Seen], object]
 
 

@@ -14,6 +14,7 @@ from aiohttp import web
 from msgspec.structs import replace
 from proxy_behaviours import (
     DONE,
+    KEEP_ALIVE,
     Behaviour,
     Seen,
     after,
@@ -654,7 +655,7 @@ async def test_the_deadline_for_the_first_token_is_for_streams() -> None:
 
 async def keep_alive(request: web.Request, seen: Seen) -> bytes:
     await asyncio.sleep(0.05)
-    return b": keep-alive\n\n"
+    return KEEP_ALIVE
 
 
 @pytest.mark.parametrize("silent", [streams(asyncio.Event()), stream_of("first", *[keep_alive] * 100)])
@@ -747,13 +748,12 @@ def test_a_pause_is_no_restart_and_a_goodbye_in_it_counts() -> None:
 
 
 def stream(stop: asyncio.Event, goes_on: asyncio.Event) -> Any:
-    """A token, and more of them while `goes_on`; the end at `stop`."""
+    """A token, and more of them while `goes_on`, else comments; the end at `stop`."""
 
     async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
         response = await event_stream(request)
         while not stop.is_set():
-            if goes_on.is_set():
-                await response.write(event(seen, "token"))
+            await response.write(event(seen, "token") if goes_on.is_set() else KEEP_ALIVE)
             await asyncio.sleep(0.05)
         await response.write(DONE)
         return response

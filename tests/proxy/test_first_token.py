@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from proxy_behaviours import (
     DONE,
+    KEEP_ALIVE,
     Behaviour,
     Seen,
     Step,
@@ -240,10 +241,6 @@ def engine_of(engine: Engine, *before: Step) -> Behaviour:
 def behind_p(deployment: Deployment, behaviour: Behaviour) -> Behaviour:
     """Of a D that was asked at once: it waits for P, and P's token comes to the proxy sooner than its own."""
     return after(lambda: deployment.proxy.counters.first_tokens > 0 or reasons(deployment) != {}, behaviour)
-
-
-KEEP_ALIVE = b": keep-alive\n\n"
-"""With `--sse-keep-alive-interval` vLLM sends it while there is nothing else."""
 
 
 @asynccontextmanager
