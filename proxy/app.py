@@ -148,7 +148,8 @@ class BoundedRunner(web.AppRunner):
         if self._log_limit.admits():
             logger.warning("clients have %d connections, and this proxy takes no more", limit)
         for each, transport in there:
-            if each._current_request is None:  # aiohttp has no public name for it
+            # aiohttp has no public names for that it waits for a request, and for those that have come.
+            if each._waiter is not None and not each._messages:
                 transport.close()  # what is left of its last answer still goes out
                 if self._tls is not None:  # then a close waits for the client's
                     asyncio.get_running_loop().call_later(_CLOSING_SECONDS, transport.abort)

@@ -31,6 +31,8 @@ def post(body: bytes, *headers: bytes) -> bytes:
 
 WHOLE = post(BODY, b"Content-Length: %d" % len(BODY))
 
+READY = b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n"
+
 
 class Client:
     """A bare connection to the proxy; with `tls` over that."""
@@ -325,6 +327,24 @@ async def test_idle_connections_make_room_for_others_the_oldest_first(
             await served(client)
         # In the place of one that is kept for a next request.
         await served(await all_.enter_async_context(Client(crowded, trusted)))
+
+
+@pytest.mark.parametrize("trusted", [False], ids=["plain"], indirect=True)
+async def test_a_connection_whose_next_request_has_come_makes_no_room(crowded: Deployment) -> None:
+    """That is: in the same moment as the connection that has no room."""
+    host, port = crowded.url.removeprefix("http://").split(":")
+    crowded.d.behaviour = never
+    async with asyncio.timeout(20), contextlib.AsyncExitStack() as all_:
+        kept, *others = [await all_.enter_async_context(Client(crowded)) for _ in range(3)]
+        kept.writer.write(READY)
+        assert await kept.status() == 200
+        await kept.reader.readuntil(b"}")
+        for each in others:
+            each.writer.write(WHOLE)
+        await eventually(lambda: len(crowded.d.requests) == 2)
+        kept.writer.write(READY)
+        all_.enter_context(socket.create_connection((host, int(port))))
+        assert b"HTTP/1.1 200" in await kept.reader.read(100)
 
 
 async def test_a_client_that_still_reads_its_answer_gets_all_of_it(
