@@ -227,7 +227,8 @@ class Attempt:
         self.body.let_go()
         pace = None
         if answered.content_type == EVENT_STREAM:
-            pace = self._prefilling.pace = self.record.streams(head, by_prefill=True)
+            pace = self.record.streams(head, by_prefill=True)
+            self._prefilling.streams(pace)
             self.place.streams(pace)
         silence = (pace and self.services.limits.event_seconds) or math.inf
         relay = self.relay = Relay(self.request, answered, head, self._scrubber, pace, silence)
@@ -565,7 +566,7 @@ class Attempt:
         new = head.partition(EVENT_END)[2] if begun else head
         pace = self.record.streams(new, again=self.former is not None) if streamed else None
         if pace is not None and self._decoding is not None:
-            self._decoding.pace = pace
+            self._decoding.streams(pace)
             self.place.streams(pace)
         elif self.place.request.tenant is not None and answered.content.at_eof():
             self.place.answered(answer_tokens(head))

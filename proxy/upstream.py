@@ -229,7 +229,6 @@ class Call:
         may_leave: whether the request has anywhere else to go; asked each second while only /health answers.
         why: why it has failed; "" if it has not.
         known: set once the instance has accepted or refused the request, or failed.
-        pace: of its answer, if that is a stream that goes to the client.
     """
 
     session: Client
@@ -243,7 +242,7 @@ class Call:
     end: CallEnd = CallEnd.PENDING
     why: str = "has not answered"
     known: asyncio.Event = field(default_factory=asyncio.Event)
-    pace: StreamTimer | None = None
+    _pace: StreamTimer | None = None
     _received: int = -1
     _moved: float = 0.0
     _asking: asyncio.Task[Any] | None = None
@@ -339,6 +338,10 @@ class Call:
             self._asking.cancel()
             self._asking = None  # a second one would pass for the client's end
 
+    def streams(self, pace: StreamTimer) -> None:
+        """Its answer is a stream, whose events show whether the instance hangs."""
+        self._pace = pace
+
     def _stuck(self, begun: bool) -> bool:
         """Whether an instance that hangs keeps this call waiting for no good."""
         if not begun:
@@ -347,7 +350,7 @@ class Call:
             return False
         # By what earlier calls have seen: whether more of the answer has come in the last seconds.
         assert self._response is not None
-        received = self._response.content.total_bytes if self.pace is None else self.pace.events
+        received = self._response.content.total_bytes if self._pace is None else self._pace.events
         now = time.monotonic()
         if received != self._received:
             self._received, self._moved = received, now

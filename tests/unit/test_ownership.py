@@ -101,6 +101,7 @@ AIOHTTP_S = {
     "app.middlewares",
     "app.on_response_prepare",
     "watch.on_connection_reuseconn",
+    "connector._factory",
     "context.trace_request_ctx",
     "request.writer.output_size",
 }
