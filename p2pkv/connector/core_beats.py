@@ -31,6 +31,7 @@ BEAT_SECONDS = 0.5
 _COMPLAIN_SECONDS = 600.0
 
 _MAX_BYTES = 512
+_AT_ONCE = 64
 _CREDENTIALS = struct.Struct("iII")
 """Of the sender, as the kernel fills them in: process, user, group."""
 
@@ -44,7 +45,8 @@ def _socket_name(rank: str) -> str:
 
 
 class BeatListener:
-    """A rank's end. `rank`: its address. Without the socket no beat comes, which is logged."""
+    """A rank's end. `rank`: its address. Without the socket no beat comes, which is logged. From the first on
+    the kernel takes nothing from other sockets, which could leave no room for beats."""
 
     def __init__(self, rank: str) -> None:
         parent = multiprocessing.parent_process()
@@ -62,17 +64,19 @@ class BeatListener:
     def read(self) -> list[Beat]:
         """The beats that have come since the last call. Does not wait."""
         beats: list[Beat] = []
-        while True:
+        for _ in range(_AT_ONCE):
             try:
-                data, process, _ = receive_from(self._socket, _MAX_BYTES)
+                data, process, _, sender = receive_from(self._socket, _MAX_BYTES)
             except OSError:  # no more; or it is closed
-                return beats
+                break
             if process not in self._senders:
                 continue
             try:
                 beats.append(_decoder.decode(data))
+                self._socket.connect_ex(sender)
             except msgspec.MsgspecError as error:
                 log.debug("an engine core's beat cannot be read: %s", error)
+        return beats
 
     def close(self) -> None:
         self._socket.close()
@@ -83,12 +87,12 @@ def pass_credentials(receiver: socket.socket) -> None:
     receiver.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
 
-def receive_from(receiver: socket.socket, most: int) -> tuple[bytes, int, int]:
-    """A datagram of so many bytes at most, its sender's process and user (-1: unknown). Raises OSError."""
-    data, ancillary, _, _ = receiver.recvmsg(most, socket.CMSG_SPACE(_CREDENTIALS.size))
+def receive_from(receiver: socket.socket, most: int) -> tuple[bytes, int, int, Any]:
+    """So many bytes of a datagram; its sender's process, user (-1: unknown) and address. Raises OSError."""
+    data, ancillary, _, sender = receiver.recvmsg(most, socket.CMSG_SPACE(_CREDENTIALS.size))
     shown = [each for _, kind, each in ancillary if kind == socket.SCM_CREDENTIALS]
     process, user, _ = _CREDENTIALS.unpack_from(shown[0]) if shown else _NOBODY
-    return data, process, user
+    return data, process, user, sender
 
 
 class BeatSender:
@@ -111,7 +115,10 @@ class BeatSender:
         self._thread.start()
 
     def _run(self) -> None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as out:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
+            # Who waits (0.3 s) gets its turn, although a stranger leaves no room.
+            out.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 300_000))
+            out.bind("")  # an address of its own, which the system chooses
             while not self._closing.wait(BEAT_SECONDS):
                 state = self._state()
                 if state is None:

@@ -6,6 +6,7 @@ docs/design.md, "Idle steps", has the whole.
 import contextlib
 import os
 import socket
+import time
 
 from msgspec import MsgspecError, Struct
 from msgspec.msgpack import Decoder, encode
@@ -87,12 +88,11 @@ _decoder = Decoder(WakeupMessage)
 
 
 def receive_wakeup(wakeups: socket.socket) -> WakeupMessage | None:
-    """Wait for a wake-up; what it carries, if anything, and a process of our user has sent it."""
-    data, _, user = receive_from(wakeups, MAX_WAKEUP)
-    if not data or user != os.getuid():
-        return None
+    """Wait for a wake-up of a process of our user; what it carries, if anything."""
+    while (received := receive_from(wakeups, MAX_WAKEUP))[2] != os.getuid():
+        time.sleep(VLLM_IDLE_SLEEP)  # strangers could keep the interpreter's lock busy
     try:
-        return _decoder.decode(data)
+        return _decoder.decode(received[0])
     except MsgspecError:
         return None
 

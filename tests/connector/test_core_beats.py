@@ -6,9 +6,10 @@ import multiprocessing
 import os
 import queue
 import signal
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
@@ -78,6 +79,25 @@ def test_a_worker_takes_beats_from_its_engine_core_and_from_nobody_else() -> Non
         sender = BeatSender([rank], core.state)
         assert ours.poll(20.0) and {ours.recv() for _ in range(3)} == {core.beat}
         sender.close()
+
+
+def flood(rank: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
+        while True:
+            with suppress(OSError):
+                out.sendto(b"", f"\0p2pkv-core-{rank}")
+
+
+def test_a_stranger_that_leaves_no_room_for_beats_holds_none_up() -> None:
+    rank, core = address(), Core()
+    ours, theirs = FORK.Pipe()
+    with process(listen, rank, theirs):
+        assert ours.poll(60.0) and ours.recv() == "listens"
+        with process(flood, rank):
+            sender = BeatSender([rank], core.state)
+            for _ in range(4):
+                assert ours.poll(20.0) and ours.recv() == core.beat
+            sender.close()
 
 
 def core_process(rank: str, out: int) -> None:

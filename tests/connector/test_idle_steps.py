@@ -1,6 +1,7 @@
 """Steps that compute nothing: which of them wait for news, what ends the wait, how vLLM's processes nap."""
 
 import inspect
+import os
 import queue
 import threading
 import time
@@ -258,6 +259,19 @@ class TestRest:
         wait_for(lambda: not core.input_queue.empty(), what="the wake-up")
         core.take()
         assert rest.take_wakeup() and not rest.take_wakeup()
+
+    def test_what_other_users_send_wakes_nobody(
+        self, rest: EngineCore, rung: tuple[Core, WakeupSender], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        core, bell = rung
+        wait_for(lambda: not core.input_queue.empty(), what="the wake-up")
+        core.take()
+        others, ours = [-2] * 5, os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: others.pop() if others else ours)
+        for _ in range(6):
+            bell.send(do.Loaded("k", 1))
+        wait_for(lambda: not (others or core.input_queue.empty()), what="the wake-up")
+        assert core.input_queue.qsize() == 1
 
     def hears(self, rest: EngineCore, d: instances.Instance, number: int) -> None:
         """Each rank of this D says that it has all of the load of this number."""
