@@ -85,8 +85,9 @@ class Registry:
         """Takes one ping in. Returns the instance if it is new, or new again after a restart."""
         known = self.of(ping)
         if known is not None:
-            known.pinged(ping, now)
-            self._renew(known, ping.paused, source)
+            if not self._holds(known, source, now):
+                known.pinged(ping, now)
+                self._renew(known, ping.paused, source)
             return None
         newcomer = Instance(lasting(ping), now, source, self.life)
         newcomer.pinged(ping, now)
@@ -152,7 +153,7 @@ class Registry:
         if isinstance(known.source, ListedSource) and known.source != source:
             known.source.pinged, known.source = True, source
             known.learn(known.names, known.context)
-        elif known.source is None or (source != known.source and not known.source.is_connected()):
+        else:
             known.source = source
 
     def _holder(self, newcomer: Instance, known: Instance | None, now: float) -> Instance | None:
@@ -160,16 +161,16 @@ class Registry:
         for each in self._instances.values():
             shares_role = newcomer.role == "both" or each.has_role(newcomer.role)
             same = shares_role and each.zmq_address == newcomer.zmq_address and each.url != newcomer.url
-            if (same or each is known) and self._holds(each, newcomer, now):
+            if (same or each is known) and self._holds(each, newcomer.source, now):
                 return each
         return None
 
-    def _holds(self, holder: Instance, newcomer: Instance, now: float) -> bool:
-        """Whether the holder still is who it was, as far as its own connection shows. A ping of
-        a sender without the key does not keep a member out."""
-        if holder.source in (None, newcomer.source) or isinstance(holder.source, ListedSource):
+    def _holds(self, holder: Instance, source: PingSource | None, now: float) -> bool:
+        """Whether the holder still is who it was, as far as its own connection shows, so that nothing from
+        another `source` counts. A ping of a sender without the key does not keep a member out."""
+        if holder.source in (None, source) or isinstance(holder.source, ListedSource):
             return False
-        if newcomer.source is not None and newcomer.source.member and not holder.source.member:
+        if source is not None and source.member and not holder.source.member:
             return False
         return now - holder.last_seen <= self.life * _DOUBT and holder.source.is_connected()
 
@@ -190,7 +191,7 @@ class Registry:
         from another sender while the instance lives."""
         if known is None or goodbye(known.ping) != leaver.ping:
             return
-        if self._holds(known, leaver, now):
+        if self._holds(known, leaver.source, now):
             self._refuse(leaver, known, now)
         else:
             self._remove(known)

@@ -14,7 +14,7 @@ import proxy_fakes
 import pytest
 from proxy_fakes import Deployment, Line, deployed, fail, fleet, join, ping, pinging, prompt_of
 
-from p2pkv.control.discovery import PING_INTERVAL, Ping, decode_partners, encode_ping, goodbye
+from p2pkv.control.discovery import PING_INTERVAL, Ping, Workload, decode_partners, encode_ping, goodbye
 from p2pkv.control.security import Members
 from p2pkv.pairing import Address, find_pair
 from p2pkv_proxy.membership.instance import LIFE, Instance, ListedSource, Role, differences, least_busy
@@ -342,12 +342,16 @@ def test_who_may_take_an_address_over() -> None:
     assert registry.known("P") == [member]
 
 
-def test_a_goodbye_from_elsewhere_removes_nobody_who_lives() -> None:
+def test_what_comes_from_elsewhere_removes_and_alters_nobody_who_lives() -> None:
     registry, holder, line = held()
     registry.observe(goodbye(holder.ping), 1.0, Line())
     assert registry.known("P") == [holder]
+    pause = msgspec.structs.replace(holder.ping, paused=True, workload=Workload(tokens=9))
+    registry.observe(pause, 1.0, Line())
+    assert (holder.paused, holder.report, holder.last_seen) == (False, None, 0.0)
     line.open, anew = False, Line()
-    assert registry.observe(holder.ping, 1.0, anew) is None, "it has dialed anew"
+    registry.observe(pause, 1.0, anew)
+    assert holder.paused and holder.source is anew, "it has dialed anew"
     assert registry.observe(ping(incarnation="second"), 1.0, Line()) is None
     anew.open = False  # again, and the goodbye is the first that it says
     registry.observe(goodbye(holder.ping), 1.0, Line())
