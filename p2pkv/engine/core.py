@@ -27,7 +27,7 @@ from p2pkv.kv.cache import RankCache
 from p2pkv.links.base import LinkFactory
 from p2pkv.log import RateLimit
 from p2pkv.protocol.handshake import fit
-from p2pkv.protocol.messages import AnyMessage, BadMessage, Hello, Inspect, Report, UnknownPeer, decode
+from p2pkv.protocol.messages import BadMessage, Hello, Inspect, Report, UnknownPeer, decode
 from p2pkv.protocol.state_machine import RemoteProtocolError
 
 COPIES = (FillSend, ReceiveDone)
@@ -273,7 +273,7 @@ class Core:
             if effects:
                 self._apply(now)
 
-    def _receive_unowned(self, connection: Connection, message: AnyMessage, now: float) -> None:
+    def _receive_unowned(self, connection: Connection, message: object, now: float) -> None:
         """A message that its peer may not send, or that comes on a connection of no peer."""
         if isinstance(message, Inspect):
             self._inspect(connection)

@@ -100,7 +100,8 @@ class PrefillRole(Role):
             m.Done: transfers.message,
             m.Cancel: transfers.message,
         }
-        self.unowned = {m.Hello: peers.hello, m.PromptOwner: transfers.prompt_owner}
+        hello, owner = peers.hello, transfers.prompt_owner
+        self.unowned = {m.Hello: hello, m.UnknownHello: hello, m.PromptOwner: owner}
         self.effects = {
             to_decode.DecodeLinked: transfers.linked,
             to_decode.DecodeLinkLost: transfers.unlinked,

@@ -22,7 +22,7 @@ from p2pkv.kv.cache import Rectangles
 from p2pkv.kv.checksum import Checksum
 from p2pkv.links.base import LinkError, Outbound, Send
 from p2pkv.protocol import messages as m
-from p2pkv.protocol.handshake import Assignment, Refused, negotiate, unfit, verified
+from p2pkv.protocol.handshake import Assignment, Refused, negotiate, other_versions, unfit, verified
 from p2pkv.protocol.state_machine import Transmit
 
 DecodeRank = tuple[str, int]
@@ -410,11 +410,13 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
 
     # Their messages.
 
-    def hello(self, connection: Connection, hello: m.Hello, now: float) -> None:
+    def hello(self, connection: Connection, hello: m.Hello | m.UnknownHello, now: float) -> None:
         mine = self._ctx.hello_for("P")
         try:
             if self.leaving:
                 raise Refused(self.leaving)
+            if isinstance(hello, m.UnknownHello):
+                raise Refused(other_versions(mine, hello))
             if hello.to != mine.address:
                 raise Refused(
                     f"{hello.address} dialed {hello.to}, but this rank is {mine.address}: "

@@ -20,7 +20,7 @@ from p2pkv.page_packings import DENSE, PACKINGS
 from p2pkv.pairing import Address, PairingError, of_one_instance
 from p2pkv.plan import Edge, Plan, Shapes, make_plan
 from p2pkv.protocol.extents import Extent, Extents
-from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
+from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup, UnknownHello
 from p2pkv.sharding import Shape, ShardingError
 
 
@@ -200,8 +200,7 @@ def verified(mine: Hello, theirs: Hello) -> bool:
 def negotiate(mine: Hello, theirs: Hello) -> Plan:
     """The common plan of a P and a D. Raises Refused with a sentence that names both values."""
     if theirs.version != PROTOCOL_VERSION or mine.version != PROTOCOL_VERSION:
-        versions = _differ("protocol versions", mine, theirs, mine.version, theirs.version)
-        raise Refused(f"{versions}; install the same p2pkv")
+        raise Refused(other_versions(mine, theirs))
     if mine.role == theirs.role:
         raise Refused(
             f"both {mine.address} and {theirs.address} have role {mine.role}: "
@@ -334,7 +333,13 @@ def _check_places(prefill: Hello) -> None:
             raise Refused(f"{prefill.address} names a rank that cannot be dialed: {error}") from None
 
 
-def _differ(what: str, mine: Hello, theirs: Hello, here: object, there: object) -> str:
+def other_versions(mine: Hello, theirs: Hello | UnknownHello) -> str:
+    """Why two ranks of different versions of the protocol refuse each other."""
+    versions = _differ("protocol versions", mine, theirs, mine.version, theirs.version)
+    return f"{versions}; install the same p2pkv"
+
+
+def _differ(what: str, mine: Hello, theirs: Hello | UnknownHello, here: object, there: object) -> str:
     return f"{what} differ: {here} at {mine.address}, {there} at {theirs.address}"
 
 

@@ -17,6 +17,7 @@ Versions that do not know it drop it. A rank that must know looks for it in its 
 """
 
 from collections.abc import Callable, Set
+from contextlib import suppress
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
@@ -151,6 +152,14 @@ class Hello(Message, frozen=True, tag="Hello"):
     instance: Annotated[str, Meta(max_length=300)] = ""
     several: bool | UnsetType = field(default=UNSET, name="?several")
     together: bool | UnsetType = field(default=UNSET, name="?together")
+
+
+class UnknownHello(Struct, frozen=True, tag_field="t", tag="Hello"):
+    """What the Hello of each PROTOCOL_VERSION has, so that ranks of different ones can refuse each other."""
+
+    version: Small
+    incarnation: Incarnation
+    address: Place
 
 
 class Welcome(Message, frozen=True, tag="Welcome"):
@@ -354,13 +363,15 @@ encode: Callable[[AnyMessage], bytes] = msgspec.msgpack.Encoder().encode
 """The bytes of one message (msgpack)."""
 
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_unknown_hello = msgspec.msgpack.Decoder(UnknownHello)
 _STRUCTS: tuple[type[Struct], ...] = (*get_args(AnyMessage), KvGroup, Cache)
 _KNOWN = frozenset(each.encode_name for kind in _STRUCTS for each in msgspec.structs.fields(kind))
 
 
-def decode(data: bytes | memoryview) -> AnyMessage:
+def decode(data: bytes | memoryview) -> AnyMessage | UnknownHello:
     """The message in `data`, without optional fields that this version does not know. Every message has one
-    form only. Raises BadMessage, and nothing else, for whatever is not one."""
+    form only; a Hello that only another version can read is an UnknownHello. Raises BadMessage, and nothing
+    else, for whatever is no message."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise BadMessage(f"a control message of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")
     try:
@@ -370,6 +381,9 @@ def decode(data: bytes | memoryview) -> AnyMessage:
             data = without_optional(data, _KNOWN)
             message = _decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError, TypeError) as error:
+        with suppress(msgspec.MsgspecError, RecursionError, ValueError):
+            if (hello := _unknown_hello.decode(data)).version != PROTOCOL_VERSION:
+                return hello
         raise BadMessage(f"not a p2pkv message: {str(error)[:200]}") from None
     if encode(message) != data:
         raise BadMessage(

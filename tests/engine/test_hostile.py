@@ -246,6 +246,16 @@ def test_what_strangers_make_a_rank_say_does_not_fill_the_log(pair, caplog):
     pair.serves()
 
 
+def test_a_hello_that_only_another_version_can_read_is_refused_with_both_versions(pair):
+    newer = msgspec.msgpack.decode(m.encode(pair.hello("D"))) | {"version": 6, "cache": "in another form"}
+    with dealer(pair.p.address) as line:
+        line.send(msgspec.msgpack.encode(newer))
+        assert line.poll(10_000)
+        reason = m.decode(line.recv()).reason
+    assert f"differ: 5 at {pair.p.address}, 6 at {pair.d.address}; install the same p2pkv" in reason
+    pair.serves()
+
+
 # Ranks with a secret: members transfer, strangers get nothing, and both sides say why.
 
 ONE = Geometry()

@@ -46,7 +46,8 @@ def is_optional(name: str) -> bool:
 def read(data: bytes) -> m.AnyMessage | None:
     """The message, or None if it is refused in the one way that is allowed."""
     try:
-        return m.decode(data)
+        message = m.decode(data)
+        return None if isinstance(message, m.UnknownHello) else message
     except m.BadMessage as error:
         assert len(str(error)) < 400
         return None
