@@ -55,9 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             runner.run(_serve(arguments, members))
-    except (OSError, NoTracing) as error:
-        hosts = f" (--host {arguments.host}, --discovery {arguments.discovery})"
-        unknown = isinstance(error, socket.gaierror)
+    except (OSError, UnicodeError, NoTracing) as error:
+        admin = f", --admin {arguments.admin}" if arguments.admin else ""
+        hosts = f" (--host {arguments.host}, --discovery {arguments.discovery}{admin})"
+        unknown = isinstance(error, socket.gaierror | UnicodeError)  # this one of `a..b`
         print(f"p2pkv-proxy: {error}{hosts if unknown else ''}", file=sys.stderr)
         return 1
     return 0

@@ -71,10 +71,14 @@ def test_without_its_extra_it_says_what_to_install(
     assert "it needs p2pkv's extra `proxy`" in capsys.readouterr().err
 
 
-def test_a_host_without_an_address_is_named() -> None:
-    with running("--port", "0", "--host", "nowhere.invalid") as command:
+@pytest.mark.parametrize(
+    ("host", "more"), [("nowhere.invalid", ()), ("a..b", ()), ("127.0.0.1", ("--admin", "nowhere.invalid:1"))]
+)
+def test_a_host_without_an_address_is_named(host: str, more: tuple[str, ...]) -> None:
+    with running("--port", "0", "--host", host, *more) as command:
         assert command.end() == 1
-        assert "(--host nowhere.invalid, --discovery 127.0.0.1:30001)" in command.log
+        named = ", ".join((f"--host {host}", "--discovery 127.0.0.1:30001", " ".join(more))).rstrip(", ")
+        assert f"({named})" in command.log and "Traceback" not in command.log
 
 
 def test_a_taken_port_is_said_in_a_sentence() -> None:
