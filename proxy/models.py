@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # For any instance to answer; and, once one has listed its models or refused to, for the others.
 _LIST_SECONDS, _OTHERS_SECONDS = 5.0, 0.5
+# Clients whose lists are made at a time: each takes a connection to every instance.
+_AT_ONCE = 16
 # From one look at all lists for the sake of routing to the next.
 _LOOK_SECONDS = 1.0
 
@@ -45,6 +47,7 @@ class ModelLists:
 
     def __init__(self, session: Client) -> None:
         self._session = session
+        self._turns = asyncio.Semaphore(_AT_ONCE)
         self._latest: WeakKeyDictionary[Instance, Models] = WeakKeyDictionary()
         self._next: asyncio.Task[None] | None = None
         """A look at all lists that has not begun."""
@@ -54,7 +57,8 @@ class ModelLists:
         """Every model once, asked for with the client's own headers. If no instance lists any, the first
         instance's own error, such as 401 without its key."""
         unique = uuid4().hex
-        replies = await self._replies_of(request, decoders, unique)
+        async with self._turns:
+            replies = await self._replies_of(request, decoders, unique)
         read = {instance: _models_in(reply) for instance, reply in replies.items()}
         if found := {instance: models for instance, models in read.items() if models is not None}:
             # So this client may see them.

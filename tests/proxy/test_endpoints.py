@@ -526,6 +526,19 @@ async def test_if_none_answers_it_is_a_502(lonely: Deployment, monkeypatch: pyte
     assert (status, page["error"]["message"]) == (502, "No decode instance listed its models.")
 
 
+async def test_of_many_who_ask_at_once_some_wait(lonely: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a connection to every D: they could take all that the proxy may have."""
+    await two(lonely)
+    lonely.decodes[0].frozen, before = True, lonely.decodes[0].lists
+    monkeypatch.setattr("p2pkv_proxy.models._OTHERS_SECONDS", 1000.0)
+    asking = [asyncio.create_task(listed(lonely)) for _ in range(40)]
+    await eventually(lambda: lonely.decodes[1].lists >= before + 16 and len(lonely.proxy.active) == 40)
+    await asyncio.sleep(0.1)
+    assert lonely.decodes[0].lists == before + 16
+    for each in asking:
+        each.cancel()
+
+
 async def loads(deployment: Deployment, name: str, *instances: FakeInstance) -> None:
     """An adapter, at run time; a server that does not have it answers 404, as vLLM does."""
     for each in deployment.instances:
