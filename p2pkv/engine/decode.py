@@ -31,6 +31,9 @@ from p2pkv.protocol.state_machine import Decision, Finished, Offered, Post, Remo
 MAX_TRIES = 3
 """How often a request asks ranks of one P anew whose Hellos contradict each other."""
 
+MAX_RELEASES = 1024
+"""How many ended requests D still has engines of P release, to which it was referred; a lease ends others."""
+
 WAITING_AT_ONCE = 1024
 """Transfers that one `Heartbeat` names at most."""
 
@@ -48,7 +51,6 @@ class RequestEntry:
             for it.
         want_pending: it has blocks, and P's offer has yet to come: D's router says that P has begun.
         buffer: the memory of KV that came before the request; None: there is none.
-        release_only: the request has ended; this only sends P's engine that nothing is wanted.
         release_at: the engine of P that has the request, and is to be released once the forward thread has
             forgotten it here.
     """
@@ -64,7 +66,6 @@ class RequestEntry:
     lost: float | None = None
     want_pending: bool = False
     buffer: PrefetchBuffer | None = None
-    release_only: bool = False
     release_at: Address | None = None
     _extents: dict[int, Extents] = field(default_factory=dict)
 
@@ -115,6 +116,8 @@ class Decode:
         """The entries connected to each rank of P, or whose P has it as rank 0, by its address and by key."""
         self._unconnected: dict[str, dict[str, RequestEntry]] = {}
         """Entries not connected yet, by the address of P's rank 0 and by key; ended ones until `connect`."""
+        self._releases = set[str]()
+        """Keys of ended requests, whose entries only send P's engine that nothing is wanted."""
         self._prefetched: deque[RequestEntry] = deque()
         """Loads of which a part is in a prefetch buffer."""
         self._leases = Timer(context.timers, self._expire)
@@ -132,7 +135,7 @@ class Decode:
 
     def expect(self, command: do.Expect, now: float) -> None:
         entry = self.entries.get(command.key)
-        if entry is not None and entry.release_only:
+        if entry is not None and command.key in self._releases:
             self._forget(entry)
         elif entry is not None and entry.receiver.prefetch:
             if entry.expect == command:
@@ -182,7 +185,7 @@ class Decode:
 
     def forget(self, command: do.Forget, now: float) -> None:
         entry = self.entries.get(command.key)
-        if command.role != "P" and entry is not None and not entry.release_only:
+        if command.role != "P" and entry is not None and command.key not in self._releases:
             self._forget(entry)
             if entry.tries and not entry.peers:  # it ended before it was connected to the engine that has it
                 entry.release_at = entry.expect.prefill
@@ -191,6 +194,7 @@ class Decode:
 
     def _forget(self, entry: RequestEntry) -> None:
         if self.entries.pop(entry.expect.key, None):
+            self._releases.discard(entry.expect.key)
             self._out_of_tables(entry)
             entry.drop_waiting()
 
@@ -353,8 +357,11 @@ class Decode:
 
     def _release_other_engine(self, key: str, engine: Address, now: float) -> None:
         """The request ended while D asked another engine of P: this one may free its blocks."""
+        if len(self._releases) >= MAX_RELEASES:
+            return
+        self._releases.add(key)
         expect = do.Expect(key, engine, 0, b"")
-        entry = RequestEntry(expect, self._receiver(expect, now), release_only=True)
+        entry = RequestEntry(expect, self._receiver(expect, now))
         entry.receiver.want(0, 0, now)
         self._enter(entry, now)
 
@@ -623,7 +630,7 @@ class Decode:
         if entry.buffer is not None:
             self._buffers.give(entry.buffer)
             entry.buffer = None
-        if entry.release_only:
+        if key in self._releases:
             self._forget(entry)
             return
         if entry.receiver.prefetch:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from p2pkv.engine.decode import MAX_RELEASES
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import PromptOwner, Redirect, encode
 from p2pkv.protocol.state_machine import RemoteProtocolError
@@ -84,8 +85,12 @@ def test_referrals_to_engines_of_other_instances_are_refused(engines: Any) -> No
             run(group, lambda before=before: counted["messages_refused"] == before + 1)
     assert not p.workers[0].rank.core.roles[0].transfers._redirects._owners
     peer = SimpleNamespace(hello=p.workers[0].rank.context.hello, address=str(p.address))
+    loads = d.workers[0].rank.core.roles[0].transfers
     with pytest.raises(RemoteProtocolError, match="no engine of"):
-        d.workers[0].rank.core.roles[0].transfers.redirected(peer, Redirect("k", 1, "10.0.0.9:21001"), 0.0)
+        loads.redirected(peer, Redirect("k", 1, "10.0.0.9:21001"), 0.0)
+    for number in range(MAX_RELEASES + 10):  # of requests that it does not have
+        loads.redirected(peer, Redirect(f"k{number}", 1, str(group[1].address)), 0.0)
+    assert len(loads.entries) == MAX_RELEASES
 
 
 def test_an_id_that_names_another_instance_is_served_alone(
