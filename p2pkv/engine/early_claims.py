@@ -6,8 +6,8 @@ from math import inf
 from p2pkv.engine.to_decode import DecodePeer, DecodeRank
 from p2pkv.protocol.messages import Cancel, Want
 
-MAX_CLAIMS = 4096
-"""The most prompts with such claims."""
+MAX_CLAIMS = 1 << 16
+"""The most such claims, of all ranks of D."""
 
 CLAIM_LEASES = 10
 """Leases for which a final message (Want or Cancel) is kept: D does not repeat it."""
@@ -32,16 +32,19 @@ class EarlyClaims:
         self._claims: dict[str, dict[DecodeRank, EarlyClaim]] = {}
         self._next = 0.0
         """No claim expires before this time."""
+        self._count = 0
 
     def __len__(self) -> int:
         return len(self._claims)
 
     def note(self, key: str, peer: DecodePeer, attempt: int, step: int | None, now: float) -> bool:
         """Keep a claim; whether the step may still run in which P's scheduler may announce the prompt."""
-        if key not in self._claims and len(self._claims) >= MAX_CLAIMS:
-            return False
-        claims = self._claims.setdefault(key, {})
-        claim, incarnation = claims.get(peer.key), peer.hello.incarnation
+        claims, incarnation = self._claims.get(key, {}), peer.hello.incarnation
+        if (claim := claims.get(peer.key)) is None:
+            if self._count >= MAX_CLAIMS:
+                return False
+            self._claims[key] = claims
+            self._count += 1
         # A D that has restarted counts its attempts from the start again.
         if claim is None or (claim.incarnation, claim.attempt) != (incarnation, attempt):
             claim = claims[peer.key] = EarlyClaim(incarnation, attempt, now, step)
@@ -59,12 +62,15 @@ class EarlyClaims:
         claims = self._claims.get(key, {})
         if rank in claims and claims[rank].attempt == attempt:
             del claims[rank]
+            self._count -= 1
         if not claims:
             self._claims.pop(key, None)
 
     def take(self, key: str) -> dict[DecodeRank, EarlyClaim]:
         """P's scheduler has announced this prompt: its claims, which are removed here."""
-        return self._claims.pop(key, {})
+        taken = self._claims.pop(key, {})
+        self._count -= len(taken)
+        return taken
 
     def known(self) -> list[str]:
         return list(self._claims)
@@ -83,8 +89,6 @@ class EarlyClaims:
             for rank, claim in list(claims.items()):
                 end = claim.since + self._lease * (CLAIM_LEASES if claim.last else 1)
                 if now > end:
-                    del claims[rank]
+                    self.drop(key, rank, claim.attempt)
                 else:
                     self._next = min(self._next, end)
-            if not claims:
-                del self._claims[key]

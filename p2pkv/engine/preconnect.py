@@ -107,8 +107,8 @@ class Preconnect:
         self._partners = {address: left.pop(address, Partner(address)) for address in named}
         for partner in self._partners.values():
             partner.until = inf
-        for partner in left.values():
-            partner.until = min(partner.until, now + LEFT_SECONDS)
+        for partner in left.values():  # more are no proxy's
+            partner.until = min(partner.until, now + LEFT_SECONDS if len(left) <= 4096 else now)
         self._partners |= left
 
     def _pass_on(self) -> None:

@@ -14,7 +14,7 @@ from protocol.samples import KINDS, example
 from p2pkv.control.endpoint import MAX_TOGETHER, inspect
 from p2pkv.control.security import Members, Server
 from p2pkv.engine import commands as do
-from p2pkv.engine import to_decode
+from p2pkv.engine import early_claims, to_decode
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import negotiate
@@ -182,6 +182,8 @@ def test_connections_that_come_and_go(pair):
 
 def test_one_connection_that_says_it_is_many(pair, monkeypatch):
     monkeypatch.setattr(to_decode, "MAX_PEERS", 8)
+    monkeypatch.setattr(early_claims, "MAX_CLAIMS", 100)
+    claims = pair.p.ranks[0].rank.core.prefill.transfers._claims._claims
     with contextlib.ExitStack() as stack:
         lines = [stack.enter_context(dealer(pair.p.address)) for _ in range(12)]
         for number in range(240):
@@ -190,9 +192,11 @@ def test_one_connection_that_says_it_is_many(pair, monkeypatch):
                 pair.hello("D"), to=str(pair.p.address), address=place, addresses=(place,)
             )
             lines[number % 12].send(m.encode(said))
+            lines[number % 12].send(m.encode(m.Heartbeat((("k", 1), ("l", 1)))))
         for line in lines:
             assert reported(line)
         assert pair.counters("P")["peers"] <= 8
+        assert sum(map(len, claims.values())) == 100
         pair.serves()
 
 

@@ -214,6 +214,13 @@ def test_partners_of_another_engine_are_refused(fleet: Fleet) -> None:
         assert (value(d, "messages_refused"), ahead(d)) == (1, engine == str(d.address))
 
 
+def test_lists_without_end_are_not_kept(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preconnect, "AT_ONCE", 0)  # none of them is dialed
+    for number in range(9):
+        fleet.name(fleet.d, *(f"10.0.{number}.1:{port}" for port in range(1, 1025)), seconds=0.3)
+    assert value(fleet.d, "partners") <= 5 * 1024
+
+
 # Which P's are named no more.
 
 

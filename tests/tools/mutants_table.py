@@ -400,7 +400,7 @@ MultiConnector.get_num_new_matched_tokens: D waits for P although its store has 
 Preconnect._begin: links are built ahead of requests although there are max_links
 ~ if room < partner.sources or fresh >= AT_ONCE: => if fresh >= AT_ONCE:
 Preconnect._take: each list of partners puts off the end of those that are not in it
-~ min(partner.until, now + LEFT_SECONDS) => now + LEFT_SECONDS
+~ min(partner.until, now + LEFT_SECONDS if len(left) <= 4096 else now) => now + LEFT_SECONDS
 Preconnect._begin: P's that the proxy names no more are dialed
 ~  or partner.until < inf =>
 Preconnect._look_at: a P that a request needs is given up as one that was dialed ahead
