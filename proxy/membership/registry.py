@@ -230,6 +230,7 @@ class Registry:
         del self._instances[instance.key]
         self._change()
         self.lost.append(instance)
+        del self.lost[: -self.capacity]
 
     def _log_silent(self, now: float) -> None:
         silent = {each for each in self._instances.values() if each.silent(now)}

@@ -68,6 +68,11 @@ def test_the_registry_is_bounded_and_what_it_refuses_is_said_once_a_minute(
     full, claims = ([each for each in said if text in each] for text in ("are known already", "belongs to"))
     assert len(full) == len(claims) == 2
     assert re.search(r"10\.0\.0\.1:1 refused \(1 such .* 10\.0\.0\.1:10001 belongs to prefill", claims[0])
+    registry.observe(goodbye(holder.ping), 101.0, line)
+    for port in range(1, 9):
+        registry.observe(comes := ping(port=port), 101.0, line)
+        registry.observe(goodbye(comes), 101.0, line)
+    assert len(registry.lost) == 2
 
 
 def test_p_and_d_are_chosen_independently() -> None:
