@@ -270,6 +270,7 @@ class PrefillPeer:
         unanswered_since: time of the oldest question of ours that it has not answered; None: it has
             answered all.
         reached: whether its address accepted a connection when a request last looked.
+        greeted: a Hello has gone out since it was dialed, or lost.
     """
 
     ctx: Context
@@ -285,6 +286,7 @@ class PrefillPeer:
     verify: bool = False
     unanswered_since: float | None = None
     reached: bool = False
+    greeted: bool = False
 
     def __post_init__(self) -> None:
         self.key = self.address
@@ -341,9 +343,11 @@ class PrefillPeer:
         log.log(logging.WARNING if self.needed else logging.DEBUG, "%s", reason)
 
     def send_hello(self, now: float) -> None:
-        if self.dialing.due(now):
+        if due := self.dialing.due(now):
             self.ctx.endpoint.redial(self.connection)
-            self.send(replace(self.ctx.hello_for("D"), to=self.address), now)
+        # The first goes out as soon as the connection is up, which may take long where both are busy.
+        if due or not (self.greeted or self.dialing.open or self.dialing.reason):
+            self.greeted = self.send(replace(self.ctx.hello_for("D"), to=self.address), now)
             self.flush()
 
     def welcome(self, message: m.Welcome) -> None:
@@ -365,6 +369,7 @@ class PrefillPeer:
         self.link.abort()
         self.connection.takes_several(False)
         self.dialing.lost(now)
+        self.greeted = False
         self.unanswered_since = None
         self.hello = self.plan = None
         self.formats = self.rows = ()

@@ -200,6 +200,18 @@ def test_a_connection_that_went_silent_is_dialed_anew(pair: VirtualPair) -> None
     pair.load("after")
 
 
+def test_a_p_that_is_reached_late_is_asked_at_once(pair: VirtualPair) -> None:
+    """Not after a pause that has grown meanwhile."""
+    pair.p.rank.endpoint.answers = False
+    pair.expect()
+    pair.computed()
+    pair.lasts(lambda: True, 0.8)
+    pair.p.rank.endpoint.answers = True
+    (peer,) = pair.d.rank.core.decode.peers
+    pair.until(lambda: peer.connection.reached, what="a connection")
+    pair.d.wait(do.Begun("k"), 0.1)
+
+
 def test_a_p_whose_handshake_failed_once_while_nobody_asked_is_met_again(pair: VirtualPair) -> None:
     """It is the same incarnation: its connection ended, and something broke the next one."""
     pair.expect("before")
