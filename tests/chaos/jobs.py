@@ -60,6 +60,8 @@ class Jobs:
         self.nbytes = 0
         self.recomputed = 0
         self.slowest = 0.0
+        self.held_up = -LEASE
+        """When the machine last held an engine up for so long that a lease may end."""
 
     def ask(
         self,
@@ -131,7 +133,10 @@ class Jobs:
             # Without addresses and numbers, so that they can be counted.
             words = (word for word in reason.split() if not any(map(str.isdigit, word)))
             self.reasons[" ".join(words)[:90]] += 1
-        if reason and job.must:
+        if reason and job.must and self._now() - self.held_up < LEASE:
+            self.outcomes["asked again, as the machine had held engines up"] += 1
+            self.ask(job.prefill, job.decode, must=True)
+        elif reason and job.must:
             pair = f"{job.prefill.name} to {job.decode.name}"
             self._broken(f"a transfer in peace, {pair}, failed: {reason}")
 

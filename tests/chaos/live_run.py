@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from chaos.engine import MAX_TP, Build
+from chaos.engine import LATE_SECONDS, MAX_TP, Build
 from chaos.hostile import harass
 from chaos.jobs import GRACE, Jobs, Run
 from chaos.machines import Machine, hear
@@ -156,6 +156,7 @@ class LiveRun(Run):
         return True
 
     def turn(self) -> None:
+        began = time.monotonic()
         for machine, said in hear(list(self.machines.values()), 0.01):
             if said is not None:
                 self._heard(machine, said)
@@ -164,6 +165,8 @@ class LiveRun(Run):
         while self._ends and self._ends[0][0] <= time.monotonic():
             heapq.heappop(self._ends)[2]()
         self.jobs.check()
+        if time.monotonic() - began > LATE_SECONDS:  # the relays are in this process
+            self.jobs.held_up = time.monotonic()
 
     def broken(self, invariant: str) -> None:
         self.violations.append(f"{self.now:.2f} s: {invariant}")
@@ -202,6 +205,8 @@ class LiveRun(Run):
         match kind := next(iter(said)):
             case "ready":
                 machine.ready()
+            case "late":
+                self.jobs.held_up = time.monotonic()
             case "violation":
                 self.broken(f"{machine.name}: {said[kind]}")
             case "baseline":

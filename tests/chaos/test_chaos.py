@@ -1,14 +1,18 @@
 """A short chaos run, and what its parts promise."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from chaos.jobs import Jobs
 from chaos.model import CANARY, NULL, ONE_GROUP, Group, Memory, Model, Violation, kv, make_rank_pages
 from chaos.schedule import KINDS, LEASE, SETTLE, schedule
 
@@ -94,6 +98,19 @@ def test_kv_differs_between_prompts_groups_layers_tokens_heads_and_channels() ->
     assert len(torch.unique(every)) > 0.999 * every.numel()
     assert torch.equal(kv(1, 0, 1, 10, 20, heads, 32), kv(1, 0, 1, 0, 64, heads, 32)[10:20])
     assert torch.equal(kv(1, 0, 1, 0, 64, range(1, 2), 32), kv(1, 0, 1, 0, 64, heads, 32)[:, 1:])
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_failure_in_peace_counts_unless_the_machine_held_engines_up(busy: bool) -> None:
+    broken: list[str] = []
+    engine: Any = SimpleNamespace(
+        name="P0", outside="P", named=("P",), continued=0.0, order=lambda *_, **order: True
+    )
+    jobs = Jobs(random.Random(1), lambda: 100.0, broken.append)
+    jobs.held_up = 99.0 if busy else 90.0
+    first = jobs.ask(engine, engine, must=True)
+    jobs.heard(engine, {"loaded": first.key, "nbytes": 0, "reason": "no answer", "recomputed": False})
+    assert (len(jobs.open), len(broken)) == ((2, 0) if busy else (1, 1))
 
 
 @pytest.mark.slow
