@@ -142,6 +142,7 @@ class NcclLinks(LinkFactory):
 
     def rescue(self, reason: str, wherever: bool) -> None:
         """NCCL does not promise that a communicator may be aborted while its owner is inside a call to it."""
+        logger.error("all links of this rank are given up: %s", reason)
         for end in list(self._ends):
             assert isinstance(end, NcclEnd)
             end.rescue(reason, wherever)

@@ -4,15 +4,12 @@ A call to CUDA may wait for all that runs on the device, and an operation of a l
 done its part. The thread that would notice that the peer is dead, and abort the link, is the one that waits.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from p2pkv.links.base import LinkFactory
-
-log = logging.getLogger("p2pkv.links")
 
 LOOKS = 8
 """Looks in the time that a turn may take."""
@@ -65,5 +62,4 @@ class Watchdog:
             f"the engine has been in one turn for {seconds:.1f} s: it hangs in a call to the device, "
             "which may wait for a peer's kernels"
         )
-        log.error("all links of this rank are given up: %s", reason)
         self._links.rescue(reason, wherever)

@@ -14,7 +14,7 @@ from p2pkv.links import nccl_ends
 from p2pkv.links.base import LinkError, LinkSettings, decode_blob, encode_blob
 from p2pkv.links.nccl import NcclAcceptance, NcclInbound, NcclLinks, make_links
 from p2pkv.links.watchdog import Watchdog
-from support.links.pairs import Pair, connect, from_another_thread, nccl_links, simulated
+from support.links.pairs import Pair, connect, from_another_thread, links_of, nccl_links, simulated
 from support.nccl.gpu import SimulatedGpu
 from support.nccl.simulated import SimulatedDevice, SimulatedEvent, SimulatedNccl
 from support.waiting import wait_for
@@ -339,6 +339,15 @@ def test_a_turn_that_hangs_on_the_device_ends_when_its_links_are_broken() -> Non
     wait_for(lambda: links.staging.used == 0 and simulated(links).live == 0)
     assert simulated(links).aborted == 1
     watchdog.close()
+
+
+def test_links_that_launch_nothing_outlive_a_long_turn(caplog: pytest.LogCaptureFixture) -> None:
+    """As on a busy machine: nobody may read that they were given up."""
+    watchdog = Watchdog(links_of("shared-memory"), SECONDS)
+    with watchdog.turn():
+        time.sleep(3 * SECONDS)
+    watchdog.close()
+    assert not caplog.records
 
 
 def test_turns_that_are_short_break_nothing() -> None:
