@@ -330,7 +330,8 @@ class Receiver:
         return []
 
     def failed(self, rank: int, message: m.Failed) -> list[Decision]:
-        source = self._source(rank, message.attempt)
+        # What becomes of it at a rank that owes nothing is no matter: the others say how it ends.
+        source = self._source(rank, message.attempt) if rank in self.sources else None
         if source is None or source.satisfied:
             return []
         farewell = m.Cancel(self.key, self.attempt, "another rank of P failed")

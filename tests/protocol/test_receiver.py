@@ -246,8 +246,8 @@ def test_a_chunk_before_the_want_and_words_of_a_foreign_rank_are_errors_of_the_p
         made.chunk(2, whole(0), 1.0)
     with pytest.raises(RemoteProtocolError, match="rank 2 of P owes this rank nothing"):
         made.offer(2, offer(), 1.0)
-    with pytest.raises(RemoteProtocolError, match="rank 2 of P owes this rank nothing"):
-        made.failed(2, Failed(KEY, ATTEMPT, "x"))
+    # A rank without KV layers knows of the request, and may give it up before the others do.
+    assert made.failed(2, Failed(KEY, ATTEMPT, "x")) == []
 
 
 def test_sent_needs_a_grant() -> None:
