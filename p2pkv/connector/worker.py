@@ -233,6 +233,8 @@ class Worker:
         self._held: dict[str, do.HoldPrompt | None] = {}
         self._ended: dict[str, str] = {}
         self._free: set[str] = set()
+        self._invalidate: do.Invalidate | None = None
+        """D: the last one, which says what weights there are."""
         self._idle_wait = 0.0
         self._wakeup = wakeup
         self._quiet = False
@@ -282,6 +284,7 @@ class Worker:
         for key, reason in meta.stale:
             order(do.Abort(key, reason))
         if meta.invalidate is not None:
+            self._invalidate = meta.invalidate
             self.rank.do(meta.invalidate)
         for offer in meta.offers:
             self._held[offer.key] = None
@@ -372,6 +375,8 @@ class Worker:
 
     def wake(self, rank: Rank) -> None:
         self.rank = rank
+        if self._invalidate is not None:
+            rank.do(self._invalidate)
         for key, hold in self._held.items():
             if hold is None or key in self._ended:
                 self._free.add(key)

@@ -75,6 +75,8 @@ def test_weights_that_change_in_any_traffic(engines: Any, seed: int, ahead: int)
 @pytest.mark.parametrize("who", ["P", "D", "both"])
 def test_a_pair_of_which_one_sleeps_works_again_when_it_wakes(engines: Any, who: str, tp: int) -> None:
     p, d = engines(tp, 1, policy="recompute", lease_seconds=2)
+    for engine in (p, d):
+        engine.change_weights(1)
     ask_both(p, d, 0, tokens(70))
     finish(p, d)
     sleepers = [engine for engine in (p, d) if who in (engine.role, "both")]
