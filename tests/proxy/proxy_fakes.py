@@ -21,7 +21,7 @@ from p2pkv.control.security import Members
 from p2pkv.demo.processes import free_ports
 from p2pkv_proxy.access import Access
 from p2pkv_proxy.app import BoundedRunner, make_app
-from p2pkv_proxy.attempt import Dispatch
+from p2pkv_proxy.attempt import Attempt, Dispatch
 from p2pkv_proxy.bodies import Prompt
 from p2pkv_proxy.http import PAIRED, SINGLE
 from p2pkv_proxy.limits import Limits
@@ -81,6 +81,12 @@ def held(deployment: Deployment) -> dict[str, int]:
             if each.connector
         ),
     }
+
+
+def attempt_of(deployment: Deployment) -> Attempt:
+    """Of the only request under way."""
+    (active,) = deployment.proxy.active
+    return active.attempt  # type: ignore[return-value]
 
 
 def asked(instances: Iterable[FakeInstance]) -> list[int]:

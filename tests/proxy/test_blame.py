@@ -37,6 +37,7 @@ from proxy_fakes import (
     FakeInstance,
     all_do,
     asked,
+    attempt_of,
     deployed,
     fail,
     fleet,
@@ -151,8 +152,7 @@ async def test_ds_error_waits_for_the_news_of_ps_failure_and_is_ps() -> None:
     async with deployed("concurrent", 1, 1, limits=OFF) as deployment:
 
         def d_failed() -> bool:
-            (active,) = deployment.proxy.active._open
-            call = active.attempt and active.attempt._decoding
+            call = attempt_of(deployment)._decoding
             return call is not None and call.end is CallEnd.ERROR
 
         deployment.p.behaviour = after(d_failed, answer_error(500))
@@ -646,8 +646,7 @@ async def test_the_deadline_for_the_first_token_is_for_streams() -> None:
         release = asyncio.Event()
         deployment.d.behaviour = after(release, answer_json)
         asking = await deployment.under_way(deployment.d)
-        (active,) = deployment.proxy.active._open
-        deadline, loop = active.attempt._began + 0.4, asyncio.get_running_loop()
+        deadline, loop = attempt_of(deployment)._began + 0.4, asyncio.get_running_loop()
         await eventually(lambda: loop.time() > deadline)
         release.set()
         assert (await asking).status == 200
@@ -676,8 +675,7 @@ async def test_a_client_that_reads_slowly_is_not_ds_silence() -> None:
     async with deployed("concurrent", 1, 1, event_seconds=0.3) as deployment:
         deployment.d.behaviour = stream_of(*["x" * 100_000] * 200)
         response = await deployment.post(STREAM)
-        (active,) = deployment.proxy.active._open
-        relay = active.attempt.relay
+        relay = attempt_of(deployment).relay
         await eventually(lambda: relay._writing and time.monotonic() - relay._since > 0.8)
         text = await response.read()
         assert text.count(b"data: ") == 200 and b'"error"' not in text

@@ -28,7 +28,7 @@ from proxy_behaviours import (
     never_a_token,
     stream_of,
 )
-from proxy_fakes import Deployment, FakeInstance, all_do, asked, deployed, filter_of, take_turns
+from proxy_fakes import Deployment, FakeInstance, all_do, asked, attempt_of, deployed, filter_of, take_turns
 from streaming_engine import DEFAULT_TOKENS, FIRST_HALF, SECOND_HALF, Answer, Engine, Model, RustEngine
 
 from p2pkv_proxy import continuation
@@ -562,9 +562,8 @@ async def test_a_d_that_dies_within_an_endless_first_event_leaves_an_error() -> 
 
 
 def relay_of(deployment: Deployment) -> Relay | None:
-    """Of the only request under way."""
-    (active,) = deployment.proxy.active
-    return active.attempt and active.attempt.relay
+    attempt = attempt_of(deployment)
+    return attempt and attempt.relay
 
 
 async def begun(deployment: Deployment) -> None:

@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from proxy_behaviours import answers, stream_of, streams, streams_at_once
 from proxy_fakes import Deployment, called, deployed, error_of, fleet, join, ping, prompt_of, quiet
 from proxy_process import running, served
@@ -524,11 +525,7 @@ def house(alice: TenantSettings, header: str = "", **others: TenantSettings) -> 
     """Alice has these limits and Bob none, each by a key; `others`: by header, if at all."""
     keys = {"alice": ALICE, "bob": BOB}
     every = {"alice": alice, "bob": TenantSettings(), **others}
-    made = {
-        name: TenantSettings(**{at: getattr(each, at) for at in each.__struct_fields__ if at != "keys"},
-                             keys=(keys[name],) if name in keys else ())
-        for name, each in every.items()
-    }  # fmt: skip
+    made = {name: replace(each, keys=(keys[name],) if name in keys else ()) for name, each in every.items()}
     guard = Access() if header else Access(keys=(ALICE, BOB, "of nobody"))
     return {"tenants": Tenants(made, header), "guard": guard}
 

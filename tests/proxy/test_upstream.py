@@ -31,26 +31,15 @@ class Answer:
 
     closed = False
     status, content_type = 200, "application/json"
-
-    @property
-    def content(self) -> Any:
-        return SimpleNamespace(readany=asyncio.Event().wait)
+    content = SimpleNamespace(readany=asyncio.Event().wait)
 
     def close(self) -> None:
         self.closed = True
 
 
-class Session:
-    def __init__(self, post: Callable[[], Awaitable[Answer]]) -> None:
-        self._post = post
-
-    async def post(self, *arguments: Any, **options: Any) -> Answer:
-        return await self._post()
-
-
 def call_of(post: Callable[[], Awaitable[Answer]]) -> tuple[Instance, Call]:
-    instance = join(Registry(), ping("D"))
-    return instance, Call(Session(post), instance, "/v1/completions", CIMultiDict())  # type: ignore[arg-type]
+    instance, session = join(Registry(), ping("D")), SimpleNamespace(post=lambda *_: post())
+    return instance, Call(session, instance, "/v1/completions", CIMultiDict())  # type: ignore[arg-type]
 
 
 async def test_an_answer_that_comes_as_its_call_is_cancelled_is_closed() -> None:
