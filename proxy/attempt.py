@@ -238,9 +238,7 @@ class Attempt:
             self._prefilling.close("" if relay.complete else "the answer is not complete")
         if relay.broken is None:
             return Outcome(response, _ANSWERED, CallEnd.ANSWERED)
-        verdict = Verdict(Blame.P, RetryKind.NO, Charge.NOW)
-        self._charge(self._prefilling.instance, verdict)
-        return Outcome(response, verdict, relay.broken, self._prefilling.instance)
+        return self._outcome(response, Verdict(Blame.P, RetryKind.NO, Charge.NOW), relay.broken)
 
     def _go_on(self) -> None:
         """Makes D's request one for what is behind P's token."""
@@ -435,16 +433,12 @@ class Attempt:
         decode = CallEnd.NOT_MADE if self._decoding is None else self._decoding.end
         begun = decode is CallEnd.ANSWERED
         verdict = assign_blame("P", failed.end, decode, begun=begun, one_prompt=self.body.one_prompt)
-        self._charge(instance, verdict)
-        return self._prefill_failed(verdict, failed)
-
-    def _prefill_failed(self, verdict: Verdict, error: CallFailed) -> Outcome:
-        if error.end in REFUSALS and error.reply is not None:
-            response = refusal(error.reply, self._scrubber)
+        if failed.end in REFUSALS and failed.reply is not None:
+            response = refusal(failed.reply, self._scrubber)
         else:
-            status = 504 if error.end is CallEnd.LATE else 502
-            response = self._failed(f"The prefill instance failed: it {error}.", status)
-        return self._outcome(response, verdict, error)
+            status = 504 if failed.end is CallEnd.LATE else 502
+            response = self._failed(f"The prefill instance failed: it {failed}.", status)
+        return self._outcome(response, verdict, failed.end)
 
     def _end_prefill(self, prefilling: asyncio.Task[_Prefilled]) -> None:
         """Ends P's part: at once if the attempt has failed, else by itself, within a deadline."""
@@ -499,10 +493,7 @@ class Attempt:
         logger.warning("request %s: %s %s (%s)", self.unique, self.choice.decode, error, cause)
         twice = self.may_resend and self._sent_twice
         verdict = assign_blame("D", error.end, self._state_of_prefill(), sent_twice=twice)
-        outcome = self._outcome(self._to_ds_failure(error, verdict), verdict, error)
-        if outcome.culprit is not None:
-            self._charge(outcome.culprit, verdict)
-        return outcome
+        return self._outcome(self._to_ds_failure(error, verdict), verdict, error.end)
 
     def _state_of_prefill(self) -> CallEnd:
         """How far P's call is, as `assign_blame` wants it."""
@@ -584,8 +575,7 @@ class Attempt:
         response = await relay.run()
         if relay.broken is not None:
             verdict = assign_blame("D", relay.broken, self._state_of_prefill(), begun=True)
-            self._charge(self.choice.decode, verdict)
-            return Outcome(response, verdict, relay.broken, self.choice.decode)
+            return self._outcome(response, verdict, relay.broken)
         if progress is not None and pace is not None and relay.complete:
             progress.ended(pace.events - 1, self.services.clock())
         return Outcome(response, _ANSWERED, CallEnd.ANSWERED)
@@ -599,15 +589,13 @@ class Attempt:
 
     # Who is to blame, and what follows for breakers.
 
-    def _outcome(self, response: web.Response, verdict: Verdict, error: CallFailed) -> Outcome:
-        culprits = {Blame.P: self.choice.prefill, Blame.D: self.choice.decode}
+    def _outcome(self, response: web.StreamResponse, verdict: Verdict, end: CallEnd) -> Outcome:
+        culprit = {Blame.P: self.choice.prefill, Blame.D: self.choice.decode}.get(verdict.blame)
         if verdict.blame is Blame.PROXY:
             response = self._failed(_NO_SOCKET, 503)
-        return Outcome(response, verdict, error.end, culprits.get(verdict.blame))
-
-    def _charge(self, instance: Instance, verdict: Verdict) -> None:
-        if verdict.charge is Charge.NOW and not instance.drained:  # whose streams are moved, perhaps
-            self._count(instance, success=False)
+        if culprit is not None and verdict.charge is Charge.NOW and not culprit.drained:
+            self._count(culprit, success=False)  # of one that is drained streams are moved, perhaps
+        return Outcome(response, verdict, end, culprit)
 
     def _charge_doubted(self, proof: Charge) -> None:
         for instance, charge in self.doubted:
