@@ -333,11 +333,6 @@ class DecodePeer:
         link = self.link
         return (self.assignment is None or link.linked or link.parked) and not link.busy
 
-    @property
-    def unfinished(self) -> bool:
-        """Whether something is on its way to D, or may still be."""
-        return self.link.busy or bool(self.unconfirmed)
-
     def send(self, message: m.AnyMessage, now: float) -> bool:
         if isinstance(message, m.Sent) and not message.filler:
             self.unconfirmed[message.key, message.attempt] = None
@@ -638,7 +633,8 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
 
     @property
     def unfinished(self) -> bool:
-        return any(peer.unfinished for peer in self)
+        """Whether something is on its way to a D, or may still be."""
+        return any(peer.link.busy or peer.unconfirmed for peer in self)
 
     def close(self) -> None:
         for peer in self:
