@@ -1,6 +1,6 @@
 """A Sender with a clock that stands still, and ways to bring it into each of its states."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import UNSET
 
@@ -90,68 +90,52 @@ def sent(number: int, filler: bool = False, attempt: int = 1) -> Sent:
 WHOLE = chunk(0, Piece(0, 2, 4, 0, 9))
 
 
+def brought(rig: Rig, *steps: Callable[[Rig], object]) -> Rig:
+    for step in steps:
+        step(rig)
+    return rig
+
+
 def held() -> Rig:
     return Rig()
 
 
 def offered() -> Rig:
-    rig = Rig()
-    rig.offer()
-    return rig
+    return brought(Rig(), Rig.offer)
 
 
 def computed() -> Rig:
-    rig = offered()
-    rig.compute()
-    return rig
+    return brought(offered(), Rig.compute)
 
 
 def released() -> Rig:
-    rig = computed()
-    rig.claim()
-    rig.want(0, 0)
-    return rig
+    return brought(computed(), Rig.claim, lambda rig: rig.want(0, 0))
 
 
 def ended() -> Rig:
-    rig = offered()
-    rig.sender.abort("aborted")
-    return rig
+    return brought(offered(), lambda rig: rig.sender.abort("aborted"))
 
 
 def claimed() -> Rig:
     """With a second target that never comes, so that the send's state is all that moves."""
-    rig = Rig(expects=(0, 1))
-    rig.offer()
-    rig.claim()
-    return rig
+    return brought(Rig(expects=(0, 1)), Rig.offer, Rig.claim)
 
 
 def prefetch() -> Rig:
-    rig = claimed()
-    rig.want(prefetch=True)
-    return rig
+    return brought(claimed(), lambda rig: rig.want(prefetch=True))
 
 
 def sending() -> Rig:
-    rig = claimed()
-    rig.want()
-    return rig
+    return brought(claimed(), Rig.want)
 
 
 def drained() -> Rig:
-    rig = sending()
-    rig.carry(rig.compute())
-    return rig
+    return brought(sending(), lambda rig: rig.carry(rig.compute()))
 
 
 def done() -> Rig:
-    rig = drained()
-    rig.done()
-    return rig
+    return brought(drained(), Rig.done)
 
 
 def cancelled() -> Rig:
-    rig = claimed()
-    rig.cancel()
-    return rig
+    return brought(claimed(), Rig.cancel)

@@ -146,6 +146,11 @@ def built(model: TinyFiles, block: int, tp: int) -> VllmConfig:
     return config
 
 
+def of(kind: type[KVCacheSpec], **more: Any) -> MakeSpec:
+    """The same on every rank."""
+    return lambda block, tp: kind(block_size=block, **more)
+
+
 def full(dtype: torch.dtype, kind: type[AttentionSpec] = FullAttentionSpec, **more: int) -> MakeSpec:
     """`kind`: or another attention with KV heads of its own, with what it has besides."""
     return lambda block, tp: kind(
@@ -168,7 +173,7 @@ def reference(dtype: torch.dtype, tokens: int) -> MakeSpec:
 
 
 def latent(dtype: torch.dtype) -> MakeSpec:
-    return lambda block, tp: MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=48, dtype=dtype)
+    return of(MLAAttentionSpec, num_kv_heads=1, head_size=48, dtype=dtype)
 
 
 BYTES: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.uint8}
@@ -176,15 +181,12 @@ BYTES: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.uint8}
 
 def opaque(row: int) -> MakeSpec:
     """Latents of DeepSeek V3.2, `fp8_ds_mla`: a token's bytes lie together."""
-    return lambda block, tp: MLAAttentionSpec(
-        block_size=block, head_size=576, cache_dtype_str="fp8_ds_mla", state_content_bytes=row, **BYTES
-    )
+    more = {"cache_dtype_str": "fp8_ds_mla", "state_content_bytes": row, **BYTES}
+    return of(MLAAttentionSpec, head_size=576, **more)
 
 
 def indexer(tokens: int) -> MakeSpec:
-    return lambda block, tp: MLAAttentionSpec(
-        block_size=block, head_size=132, tokens_per_state=tokens, **BYTES
-    )
+    return of(MLAAttentionSpec, head_size=132, tokens_per_state=tokens, **BYTES)
 
 
 PLANES = {584: 8, 132: 4}
@@ -202,26 +204,20 @@ V4: dict[str, Any] = {
 
 
 def compressed(tokens: int, row: int = 584) -> MakeSpec:
-    more = V4 | {"state_content_bytes": row}
-    return lambda block, tp: MLAAttentionSpec(block_size=block, tokens_per_state=tokens, **more)
+    return of(MLAAttentionSpec, tokens_per_state=tokens, **V4 | {"state_content_bytes": row})
 
 
 def latent_window(tokens: int, row: int = 584, **others: Any) -> MakeSpec:
-    more = V4 | {"state_content_bytes": row} | others
-    return lambda block, tp: SlidingWindowMLASpec(block_size=block, sliding_window=tokens, **more)
+    return of(SlidingWindowMLASpec, sliding_window=tokens, **V4 | {"state_content_bytes": row} | others)
 
 
 def compressor(tokens: int, size: int) -> MakeSpec:
-    return lambda block, tp: SlidingWindowMLASpec(
-        block_size=block, num_kv_heads=1, head_size=size, dtype=F32, sliding_window=tokens
-    )
+    return of(SlidingWindowMLASpec, num_kv_heads=1, head_size=size, dtype=F32, sliding_window=tokens)
 
 
 def keys(tokens: int) -> MakeSpec:
     """Qwen4-exp's compressed keys."""
-    return lambda block, tp: MLAAttentionSpec(
-        block_size=block, num_kv_heads=1, head_size=24, dtype=BF16, tokens_per_state=tokens
-    )
+    return of(MLAAttentionSpec, num_kv_heads=1, head_size=24, dtype=BF16, tokens_per_state=tokens)
 
 
 def ring(slots: int, dtype: torch.dtype, heads: int = 1) -> MakeSpec:
