@@ -362,6 +362,7 @@ def test_both_ids_are_replaced_wherever_the_answer_is_cut(size: int) -> None:
 
 
 PROMPT, ANSWER = 200, 7
+REPEATED = {"usage": {"input_tokens_details": {"cached_tokens": 1}, "cache_read_input_tokens": 1}}
 each_path = pytest.mark.parametrize("path", sorted(PAIRED))
 
 
@@ -391,8 +392,7 @@ def answers_with(counts: dict[str, Any]) -> proxy_behaviours.Behaviour:
 
     async def behaviour(request: web.Request, seen: proxy_behaviours.Seen) -> web.StreamResponse:
         text = json.dumps(usage(request.path, 1))
-        repeated = {"usage": {"input_tokens_details": {"cached_tokens": 1}, "cache_read_input_tokens": 1}}
-        answer = {"object": "response", "tools": [repeated], "choices": [{"text": text}], "usage": counts}
+        answer = {"object": "response", "tools": [REPEATED], "choices": [{"text": text}], "usage": counts}
         answer |= {"type": "message", "stop_reason": "x"} if request.path == "/v1/messages" else {}
         if not seen.body.get("stream"):
             return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
@@ -418,23 +418,14 @@ async def ask(deployment: Deployment, path: str, stream: bool) -> Any:
 @each_path
 @pytest.mark.parametrize("stream", [False, True])
 async def test_it_is_what_p_says(either: Deployment, path: str, stream: bool) -> None:
-    ps, ds = usage(path, 64), usage(path, PROMPT - 1)
-    either.p.behaviour, either.d.behaviour = answers_with(ps), answers_with(ds)
-    answer = await ask(either, path, stream)
-    assert answer["usage"] == as_told(ps, stream)
-    assert answer["tools"] == [
-        {"usage": {"input_tokens_details": {"cached_tokens": 1}, "cache_read_input_tokens": 1}}
-    ]
-
-
-@each_path
-@pytest.mark.parametrize("stream", [False, True])
-async def test_without_the_option_nothing_is_added(either: Deployment, path: str, stream: bool) -> None:
-    for on_p, on_d in ((None, 64), (64, None), (None, None)):
-        either.p.behaviour = answers_with(usage(path, on_p))
-        either.d.behaviour = answers_with(ds := usage(path, on_d))
-        got = (await ask(either, path, stream))["usage"]
-        assert got == as_told(usage(path, on_p) if path == "/v1/responses" else ds, stream)
+    """Without the option, on P or on D, nothing is added."""
+    for on_p, on_d in ((64, PROMPT - 1), (None, 64), (64, None), (None, None)):
+        ps, ds = usage(path, on_p), usage(path, on_d)
+        either.p.behaviour, either.d.behaviour = answers_with(ps), answers_with(ds)
+        answer = await ask(either, path, stream)
+        is_ps = path == "/v1/responses" or None not in (on_p, on_d)
+        assert answer["usage"] == as_told(ps if is_ps else ds, stream)
+        assert answer["tools"] == [REPEATED]
 
 
 @each_path

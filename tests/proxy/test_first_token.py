@@ -743,18 +743,6 @@ async def test_any_answer_of_one_token_is_ps(case: str) -> None:
         assert deployment.proxy.counters.first_tokens == done
 
 
-async def test_a_p_that_fails_an_answer_of_one_token() -> None:
-    body = body_of(COMPLETIONS) | {"stream": False, "max_tokens": 1}
-    async with pair_of(Engine(Model(1))) as deployment:
-        deployment.p.behaviour = answer_error(500)
-        async with await deployment.post(body) as response:
-            assert response.status == 200
-        (seen,) = deployment.d.requests
-        assert seen.body == body
-        assert reasons(deployment) == {"failed": 1} and not deployment.proxy.counters.first_tokens
-        assert outcomes(deployment.known(deployment.p)) == [False]
-
-
 async def test_a_p_that_hangs_in_an_answer_of_one_token() -> None:
     body = body_of(COMPLETIONS, max_tokens=1)
     async with pair_of(Engine(Model(1)), event_seconds=0.3) as deployment:
@@ -767,7 +755,7 @@ async def test_a_p_that_hangs_in_an_answer_of_one_token() -> None:
 
 @pytest.mark.parametrize("how", ["refuses", "dies", "an error", "no event"])
 async def test_a_p_that_fails_before_its_token(how: str, dispatch: Dispatch) -> None:
-    """Nothing has gone to the client, and a D takes the request alone."""
+    """Nothing has gone to the client, and a D takes the request alone; one of one token, too."""
     engine = salt_where(None, GREEDY)
     error = b'data: {"error":{"message":"EngineCore died","type":"x","code":500}}\n\n'
     failing: dict[str, Behaviour] = {
@@ -778,9 +766,13 @@ async def test_a_p_that_fails_before_its_token(how: str, dispatch: Dispatch) -> 
     }
     async with pair_of(engine, dispatch=dispatch) as deployment:
         deployment.p.behaviour = failing[how]
-        assert same(await ask(deployment, GREEDY), answer(engine, GREEDY))
-        assert reasons(deployment) == {"failed": 1}
-        assert deployment.d.requests[-1].body["prompt"] == "hi"
+        for tries, body in enumerate(
+            (GREEDY, GREEDY | {"max_tokens": 1})[: 1 if how == "no event" else 2], 1
+        ):
+            assert same(await ask(deployment, body), answer(engine, body))
+            assert deployment.d.requests[-1].body["prompt"] == "hi"
+            assert reasons(deployment) == {"failed": tries} and not deployment.proxy.counters.first_tokens
+            assert how == "no event" or outcomes(deployment.known(deployment.p)) == [False] * tries
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])

@@ -135,7 +135,8 @@ async def test_clients_cannot_make_series(concurrent: Deployment, monkeypatch: p
     assert now.value("requests_total", model="other") == 20
 
 
-async def test_what_health_counts_is_shown_and_not_counted_again() -> None:
+async def test_what_health_counts_is_shown_and_not_counted_again(sequential: Deployment) -> None:
+    """By the proxy that has counted it, and by no other one; in OpenMetrics to those who ask for that."""
     async with deployed("concurrent", prefill=1, decode=1, max_requests=1, max_waiting=0) as deployment:
         release = asyncio.Event()
         deployment.d.behaviour = streams(release)
@@ -153,6 +154,14 @@ async def test_what_health_counts_is_shown_and_not_counted_again() -> None:
         assert now.value("decode_alone_total") == counted["decode_alone"] == 1
         assert now.value("admitted_total") == counted["admitted"] == 2
         assert now.value("instance_requests_total", role="P", outcome="failed") == 1
+        assert (await page(sequential)).value("admitted_total") == 0
+        accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
+        async with deployment.client.get(f"{deployment.url}/metrics", headers=accept) as response:
+            assert response.content_type == "application/openmetrics-text"
+            assert (await response.text()).endswith("# EOF\n")
+        accept["Accept"] = "text/plain; version=latest"
+        async with deployment.client.get(f"{deployment.url}/metrics", headers=accept) as response:
+            assert response.status == 200 and "text/plain; version=0.0.4" in response.headers["Content-Type"]
 
 
 def test_every_counter_of_the_proxy_is_shown() -> None:
@@ -173,20 +182,6 @@ async def test_a_pause_is_shown() -> None:
         assert now.value("breaker_opened_total") == 1
         assert now.value("instances", role="P", state="paused") == 1
         assert {s.labels["state"] for s in now.families["p2pkv_proxy_instances"].samples} == set(STATES)
-
-
-async def test_every_proxy_has_numbers_of_its_own(concurrent: Deployment, sequential: Deployment) -> None:
-    """OpenMetrics is spoken to those who ask for it; who asks for no known version gets the usual format."""
-    assert (await concurrent.post()).status == 200
-    assert (await page(concurrent)).value("admitted_total") == 1
-    assert (await page(sequential)).value("admitted_total") == 0
-    accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
-    async with concurrent.client.get(f"{concurrent.url}/metrics", headers=accept) as response:
-        assert response.content_type == "application/openmetrics-text"
-        assert (await response.text()).endswith("# EOF\n")
-    accept["Accept"] = "text/plain; version=latest"
-    async with concurrent.client.get(f"{concurrent.url}/metrics", headers=accept) as response:
-        assert response.status == 200 and "text/plain; version=0.0.4" in response.headers["Content-Type"]
 
 
 async def test_other_requests_go_on_while_a_page_is_written(
