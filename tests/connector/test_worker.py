@@ -436,18 +436,11 @@ def test_before_the_caches_are_registered_every_hook_does_nothing() -> None:
     connector.shutdown()
 
 
-class _NotYet:
-    """A fence of a forward that still runs."""
-
-    def ready(self) -> bool:
-        return False
-
-
 @pytest.mark.parametrize("still_runs", [False, True])
 def test_a_load_writes_its_pages_only_behind_the_forward_that_had_them(make: Make, still_runs: bool) -> None:
     runner, rank = make("D")
     worker = runner.connector.worker
-    fence = _NotYet() if still_runs else worker.record()
+    fence = Mock(ready=lambda: False) if still_runs else worker.record()
     worker.record = lambda: fence
     begun(runner, rank)
     runner.step(StepMetadata(work=True, loads=[("r", LOAD)]))
