@@ -18,7 +18,7 @@ import torch
 
 import p2pkv
 from p2pkv.bench import fanout, nccl, paced
-from p2pkv.bench.harness import FORMS, WINDOW_BYTES, BenchError
+from p2pkv.bench.harness import FORMS, WINDOW_BYTES, BenchError, ms, ratio_of
 from p2pkv.bench.memory import HEAD_DIM, HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, capacity_for
 from p2pkv.bench.prefill import PrefillSide, prefill
 from p2pkv.demo.processes import ending_on_signals
@@ -352,14 +352,14 @@ def _ready(results: Results) -> Iterator[str]:
             rate = row[size] / statistics.median(push) / 1e9
             yield (
                 f"  {row['tokens']:>6} {layout:<6} {row[size] / (1 << 20):>6.0f}  "
-                f"{_ms(copy):>20} {_ms(raw):>20} {_ms(push):>22} "
-                f"{rate:>5.1f} {_ratio(push, copy):>7.2f} {_ratio(push, raw):>7.2f}"
+                f"{ms(copy):>20} {ms(raw):>20} {ms(push):>22} "
+                f"{rate:>5.1f} {ratio_of(push, copy):>7.2f} {ratio_of(push, raw):>7.2f}"
             )
-    parts = (f"{_ratio(row['dense'], row['verified']):.2f} ({row['tokens']})" for row in results["ready"])
+    parts = (f"{ratio_of(row['dense'], row['verified']):.2f} ({row['tokens']})" for row in results["ready"])
     yield f"  dense with checksums (verify), GB/s against those without, by tokens: {', '.join(parts)}"
     yield from _planes(results)
     claims = [claim for row in results["ready"] for claim in row["claim"]]
-    yield f"  before it, from D's scheduler hearing of the request until P has offered it: {_ms(claims)}"
+    yield f"  before it, from D's scheduler hearing of the request until P has offered it: {ms(claims)}"
 
 
 def _planes(results: Results) -> Iterator[str]:
@@ -370,7 +370,7 @@ def _planes(results: Results) -> Iterator[str]:
         ratios = [this / that * scale for this, that in zip(row["planes"], row["as_many"], strict=True)]
         rate = row["planes_bytes"] / statistics.median(row["planes"]) / 1e9
         yield (
-            f"  {row['tokens']:>6} planes {row['planes_bytes'] / (1 << 20):>6.0f}  {_ms(row['planes']):>22} "
+            f"  {row['tokens']:>6} planes {row['planes_bytes'] / (1 << 20):>6.0f}  {ms(row['planes']):>22} "
             f"{rate:>5.1f} GB/s, / dense {statistics.median(ratios):.2f} "
             f"[{min(ratios):.2f} - {max(ratios):.2f}]"
         )
@@ -388,21 +388,11 @@ def _layers(results: Results) -> Iterator[str]:
         forward = statistics.median((by_layer or whole)["forward"])
         line = f"  {row['tokens']:>6} {row['layer_seconds'] * 1e3:>7.2f} {forward * 1e3:>8.1f}  "
         if by_layer is None:
-            yield f"{line}{'-':>22} {_ms(whole['tail']):>22} {'-':>6} {'-':>21}"
+            yield f"{line}{'-':>22} {ms(whole['tail']):>22} {'-':>6} {'-':>21}"
             continue
-        ratio, early = _ratio(by_layer["total"], whole["total"]), statistics.median(by_layer["early"])
+        ratio, early = ratio_of(by_layer["total"], whole["total"]), statistics.median(by_layer["early"])
         mark = f"({'slower' if ratio > SLOWER else 'within'} {SLOWER:g})" if row["tokens"] <= 256 else ""
         yield (
-            f"{line}{_ms(by_layer['tail']):>22} {_ms(whole['tail']):>22} {early:>6.0%} "
+            f"{line}{ms(by_layer['tail']):>22} {ms(whole['tail']):>22} {early:>6.0%} "
             f"{f'{ratio:.3f} {mark}':>21}"
         )
-
-
-def _ms(seconds: Sequence[float]) -> str:
-    values = [value * 1e3 for value in seconds]
-    return f"{statistics.median(values):.1f} [{min(values):.1f} - {max(values):.1f}]"
-
-
-def _ratio(these: Sequence[float], those: Sequence[float]) -> float:
-    """The median of the ratios of measurements made one after the other."""
-    return statistics.median(this / that for this, that in zip(these, those, strict=True))

@@ -1,12 +1,10 @@
 """The D of `p2pkv bench`, a process of its own: loads what P's process orders, and reports when it has loaded
 it.
 
-`harness.start_decode` starts it with the number of a socket; it ends when that socket does.
+`harness.decode_process` starts it with the number of a socket; it ends when that socket does.
 """
 
 import contextlib
-import json
-import socket
 import sys
 import time
 from collections import deque
@@ -21,6 +19,7 @@ from p2pkv.bench.harness import (
     BenchError,
     Pipe,
     RawNccl,
+    begin_decode,
     make_rank,
     poll_until,
     wait_for,
@@ -144,10 +143,7 @@ class DecodeSide:
 
 def main(argv: list[str]) -> int:
     """`argv`: the socket's file descriptor and the settings as JSON."""
-    torch.set_num_threads(1)
-    pipe = Pipe(socket.socket(fileno=int(argv[0])))
-    pipe.patient()
-    settings = json.loads(argv[1])
+    pipe, settings = begin_decode(argv)
     if settings.get("device", "cpu") != "cpu":
         torch.cuda.set_device(settings["device"])
     decode = DecodeSide(pipe, settings)

@@ -11,6 +11,7 @@ import contextlib
 import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,18 +25,18 @@ from p2pkv.bench.harness import (
     BenchError,
     Pipe,
     bare_link,
-    end_decode,
+    decode_process,
     environment,
     environment_of_child,
+    forget,
+    hold,
     make_rank,
-    one_torch_thread,
-    start_decode,
-    wait_for,
+    measuring,
+    ratio_of,
 )
 from p2pkv.bench.memory import TOKEN_BYTES, Memory, capacity_for
 from p2pkv.bench.prefill import Hook
 from p2pkv.demo.processes import free_ports
-from p2pkv.engine import commands as do
 from p2pkv.link_kinds import KINDS
 from p2pkv.links import make_factory
 from p2pkv.links.nccl_memory import CHANNELS, Way, end_bytes
@@ -59,37 +60,40 @@ def measure(
 
 
 class FanOut:
-    """One rank of P, and a D of 1, 2, 4 ... ranks for each fan-out. Close it."""
+    """One rank of P, and a D of 1, 2, 4 ... ranks for each fan-out."""
 
     def __init__(
-        self, link: str, devices: Sequence[str], fan_outs: Sequence[int], total: int, chunk_bytes: int
+        self,
+        stack: contextlib.ExitStack,
+        link: str,
+        devices: Sequence[str],
+        fan_outs: Sequence[int],
+        total: int,
+        chunk_bytes: int,
     ) -> None:
-        """`devices`: see `device_of`. `total`: bytes of a prompt, a multiple of a token's."""
+        """`stack`: of what has to end. `devices`: see `device_of`. `total`: bytes of a prompt, a multiple of
+        a token's."""
         self._total = total
         self._tokens = total // TOKEN_BYTES + 1
         self._link = link
         self._devices = devices
         self._staging = max(STAGING_BYTES, total)
-        self._stack = contextlib.ExitStack()
+        self._stack = stack
         self._keys = 0
         self._decodes: dict[int, Address] = {}
         self._pipes: dict[int, list[Pipe]] = {}
         self._shared = len(devices) == 1 and devices[0] != "cpu"
         os.environ.update(environment(self._shared))
         self.memory = Memory(capacity_for(self._tokens), "P", devices[0])
-        try:
-            for fan_out in fan_outs:
-                self._start_decode(fan_out)
-            for pipe in (pipe for pipes in self._pipes.values() for pipe in pipes):
-                pipe.expect("addresses")
-            self._address, self.rank = make_rank(
-                "P", LAYOUT, self.memory, free_ports(), link=link, staging_bytes=self._staging,
-                chunk_bytes=chunk_bytes,
-            )  # fmt: skip
-            self._stack.callback(self.rank.stop)
-        except BaseException:
-            self.close()
-            raise
+        for fan_out in fan_outs:
+            self._start_decode(fan_out)
+        for pipe in (pipe for pipes in self._pipes.values() for pipe in pipes):
+            pipe.expect("addresses")
+        self._address, self.rank = make_rank(
+            "P", LAYOUT, self.memory, free_ports(), link=link, staging_bytes=self._staging,
+            chunk_bytes=chunk_bytes,
+        )  # fmt: skip
+        stack.callback(self.rank.stop)
 
     def push(self, fan_out: int) -> float:
         """Bytes per second, all ranks of D together, from the first that asks to the last that has it all.
@@ -111,14 +115,9 @@ class FanOut:
         for rank, each in enumerate(times):
             if each["scattered"] != share:
                 raise BenchError(f"rank {rank} of D wrote {each['scattered']} bytes instead of {share}")
-        wait_for(self.rank, do.BlocksFree(key))
-        self.rank.do(do.Forget(key))
+        forget(self.rank, key)
         begin = min(float(each["asked"]) for each in times)
         return self._total / (max(float(each["loaded"]) for each in times) - begin)
-
-    def close(self) -> None:
-        """End P's rank and all processes of D. Idempotent."""
-        self._stack.close()
 
     # Inside.
 
@@ -126,9 +125,7 @@ class FanOut:
         """P has computed a prompt for this D; its key."""
         self._keys += 1
         key = f"fan-out-{self._keys}"
-        self.rank.do(do.HoldPrompt(key, decode))
-        self.rank.do(do.OfferPrompt(key, decode, self._tokens, b"bench"))
-        self.rank.do(do.PromptBlocks(key, (LAYOUT.table(self._tokens, self.memory.capacity, "P"),)))
+        hold(self.rank, key, decode, self._tokens, LAYOUT.tables(self._tokens, self.memory.capacity, "P"))
         Hook(self.rank, ((key, self._tokens),), 1, self._devices[0]).end()
         return key
 
@@ -146,10 +143,8 @@ class FanOut:
                 "rank": rank,
                 "tp": fan_out,
             }
-            process, pipe = start_decode(settings, environment_of_child(self._shared))
-            self._stack.callback(end_decode, process)
-            self._stack.callback(pipe.close)
-            pipes.append(pipe)
+            process = decode_process(settings, environment_of_child(self._shared))
+            pipes.append(self._stack.enter_context(process)[1])
         self._decodes[fan_out] = Address(HOST, port)
 
 
@@ -159,11 +154,8 @@ def device_of(devices: Sequence[str], rank: int) -> str:
     return others[rank % len(others)]
 
 
-@contextlib.contextmanager
-def fan_out(*args: Any) -> Iterator[FanOut]:
-    """A FanOut, ended on the way out; on a CPU torch copies in one thread meanwhile."""
-    with one_torch_thread(), contextlib.closing(FanOut(*args)) as all_of_them:
-        yield all_of_them
+fan_out = partial(measuring, FanOut)
+"""A FanOut, ended on the way out."""
 
 
 def rows_of(fans: FanOut, fan_outs: Sequence[int], repeat: int) -> Rows:
@@ -188,8 +180,8 @@ def table(results: dict[str, Any]) -> Iterator[str]:
     first = rows[0]
     yield f"{'ranks of D':>10} {'push':>8} {'/ ' + str(first['fan_out']):>7}   GB/s, all together"
     for row in rows:
-        ratio = statistics.median(a / b for a, b in zip(row["push"], first["push"], strict=True))
-        yield f"{row['fan_out']:>10} {statistics.median(row['push']) / 1e9:>8.2f} {ratio:>7.2f}"
+        rate, of_first = statistics.median(row["push"]), ratio_of(row["push"], first["push"])
+        yield f"{row['fan_out']:>10} {rate / 1e9:>8.2f} {of_first:>7.2f}"
 
 
 # The memory of communicators.
@@ -225,9 +217,7 @@ def measure_communicators(
     }
     with contextlib.ExitStack() as stack:
         os.environ.update(environment(shared))
-        process, pipe = start_decode(settings, environment_of_child(shared))
-        stack.callback(end_decode, process)
-        stack.callback(pipe.close)
+        _, pipe = stack.enter_context(decode_process(settings, environment_of_child(shared)))
         pipe.expect("addresses")
         left = [free(devices[0])]
         links = make_factory(link, host=HOST, staging_bytes=STAGING_BYTES)

@@ -6,19 +6,20 @@ import logging
 import os
 import select
 import socket
+import statistics
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from p2pkv.bench.latents import LATENTS, Latents
 from p2pkv.bench.memory import HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, Layout, Memory
 from p2pkv.config import Options
-from p2pkv.engine.commands import Event, LoadFailed
+from p2pkv.engine import commands as do
 from p2pkv.engine.thread import Rank
 from p2pkv.kv import PagedCache, RankCache
 from p2pkv.links import make_factory
@@ -39,6 +40,7 @@ DEADLINE_SECONDS = 60.0
 """How long anything in the benchmark may take before it gives up."""
 
 Decoder = subprocess.Popen[bytes]
+Made = TypeVar("Made")
 
 
 # Prompts that are given up on purpose, and links that end with their processes, are no news here.
@@ -55,9 +57,10 @@ class BenchError(Exception):
 class Pipe:
     """Messages between P's process and one of D, a line of JSON each, over a socket pair."""
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, deadline: float | None = DEADLINE_SECONDS) -> None:
+        """`deadline`: seconds that a message may take; None: it waits until the other process ends."""
         self._socket = end
-        self._socket.settimeout(DEADLINE_SECONDS)
+        self._socket.settimeout(deadline)
         self._came = b""
 
     def send(self, **message: Any) -> None:
@@ -95,44 +98,48 @@ class Pipe:
     def _has_more(self) -> bool:
         return bool(select.select([self._socket], [], [], 0)[0])
 
-    def patient(self) -> None:
-        """From now on wait without a deadline, until the other process ends."""
-        self._socket.settimeout(None)
-
     def close(self) -> None:
         """Close our end; the other process finds out when it reads."""
         self._socket.close()
 
 
-def start_decode(
+@contextlib.contextmanager
+def decode_process(
     settings: dict[str, Any], env: dict[str, str] | None = None, module: str = "p2pkv.bench.decode"
-) -> tuple[Decoder, Pipe]:
-    """D's process, which runs this module, and the pipe to it. Close the pipe, then end the process."""
+) -> Iterator[tuple[Decoder, Pipe]]:
+    """D's process, which runs this module, and the pipe to it. It ends when the pipe is closed on the way
+    out; by force after a while."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", module, str(theirs.fileno()), json.dumps(settings)]
     with theirs:
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env)
-    return process, Pipe(ours)
-
-
-def end_decode(process: Decoder) -> None:
-    """Wait until it ends, as it does when its pipe is closed; by force after a while."""
+    pipe = Pipe(ours)
     try:
-        process.wait(10.0)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(10.0)
+        yield process, pipe
+    finally:
+        pipe.close()
+        try:
+            process.wait(10.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10.0)
+
+
+def begin_decode(argv: Sequence[str]) -> tuple[Pipe, dict[str, Any]]:
+    """In D's process: the pipe to P's, and the settings. `argv`: what `decode_process` has given it."""
+    torch.set_num_threads(1)
+    return Pipe(socket.socket(fileno=int(argv[0])), deadline=None), json.loads(argv[1])
 
 
 @contextlib.contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """torch copies in one thread meanwhile."""
+def measuring(make: Callable[..., Made], *args: Any, **options: Any) -> Iterator[Made]:
+    """What this makes; its first argument is a stack of what has to end on the way out. On a CPU torch copies
+    in one thread meanwhile."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_num_threads, threads)
+        yield make(stack, *args, **options)
 
 
 # Ranks and bare links.
@@ -221,19 +228,64 @@ def bare_link(links: LinkFactory, pipe: Pipe, window: int) -> Outbound:
     return outbound
 
 
-def wait_for(rank: Rank, event: Event) -> float:
+def seconds_over(outbound: Outbound, pipe: Pipe, flat: torch.Tensor, sizes: Sequence[int]) -> float:
+    """Seconds of messages of these sizes over a bare link, each filled by one plain copy out of `flat`."""
+    sends, offset = list[Send](), 0
+    begin = time.monotonic()
+    pipe.send(order="receive", sizes=sizes)
+    for size in sizes:
+        remote_slot = pipe.expect("remote_slot", outbound.poll)["remote_slot"]
+        send = room_for(outbound, size, remote_slot)
+        send.buffer.copy_(flat[offset : offset + size])
+        send.commit()
+        pipe.send(sent=True)
+        sends.append(send)
+        offset += size
+    received = float(pipe.expect("received", outbound.poll)["received"])
+    poll_until(outbound.poll, lambda: all(send.done() for send in sends), "the last send")
+    return received - begin
+
+
+def hold(rank: Rank, key: str, decode: Address, tokens: int, blocks: tuple[list[int], ...]) -> None:
+    """P's rank has a prompt for this D, in these blocks."""
+    rank.do(do.HoldPrompt(key, decode))
+    rank.do(do.OfferPrompt(key, decode, tokens, b"bench"))
+    rank.do(do.PromptBlocks(key, blocks))
+
+
+def forget(rank: Rank, key: str) -> None:
+    """Once nobody needs its blocks any more. Raises as `wait_for`."""
+    wait_for(rank, do.BlocksFree(key))
+    rank.do(do.Forget(key))
+
+
+def wait_for(rank: Rank, event: do.Event) -> float:
     """When this event came, on the monotonic clock: without polling, which would take the interpreter's lock
     from the engine. Raises BenchError if it fails or is late."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while event not in (events := rank.events()):
         for other in events:
-            if isinstance(other, LoadFailed):
+            if isinstance(other, do.LoadFailed):
                 raise BenchError(f"a push failed: {other.reason}")
         if time.monotonic() > deadline:
             counters = rank.counters.snapshot()
             raise BenchError(f"{event} did not come in {DEADLINE_SECONDS:g} s; counters: {counters}")
         rank.wait_for_event(1.0)
     return time.monotonic()
+
+
+# What is shown.
+
+
+def ms(seconds: Sequence[float]) -> str:
+    """The median, with the lowest and the highest."""
+    values = [value * 1e3 for value in seconds]
+    return f"{statistics.median(values):.1f} [{min(values):.1f} - {max(values):.1f}]"
+
+
+def ratio_of(these: Sequence[float], those: Sequence[float]) -> float:
+    """The median of the ratios of measurements made one after the other."""
+    return statistics.median(this / that for this, that in zip(these, those, strict=True))
 
 
 # Devices.

@@ -10,6 +10,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,25 +26,24 @@ from p2pkv.bench.harness import (
     RawNccl,
     Strip,
     bare_link,
+    decode_process,
     devices,
-    end_decode,
     environment,
     environment_of_child,
+    forget,
+    hold,
     make_rank,
+    measuring,
     new_name,
-    one_torch_thread,
-    poll_until,
-    room_for,
-    start_decode,
-    wait_for,
+    ratio_of,
+    seconds_over,
 )
 from p2pkv.bench.memory import TOKEN_BYTES, Memory, capacity_for
 from p2pkv.bench.prefill import Hook
 from p2pkv.demo.processes import free_ports
-from p2pkv.engine import commands as do
 from p2pkv.engine.thread import Rank
 from p2pkv.links import make_factory
-from p2pkv.links.base import Outbound, Send
+from p2pkv.links.base import Outbound
 from p2pkv.links.nccl import NcclLinks
 from p2pkv.pairing import Address
 
@@ -174,10 +174,7 @@ def _rate(rates: Sequence[float]) -> str:
 
 
 def _ratio(row: dict[str, Any], this: str, that: str) -> str:
-    """The median of the ratios of measurements made one after the other."""
-    if not row.get(that):
-        return f"{'-':>7}"
-    return f"{statistics.median(a / b for a, b in zip(row[this], row[that], strict=True)):>7.2f}"
+    return f"{ratio_of(row[this], row[that]):>7.2f}" if row.get(that) else f"{'-':>7}"
 
 
 def plot(rows: Rows, path: Path) -> None:
@@ -202,7 +199,7 @@ def plot(rows: Rows, path: Path) -> None:
 
 
 class Messages:
-    """P's memory, ranks and links, and D's process. Close it.
+    """P's memory, ranks and links, and D's process.
 
     Attributes:
         decoder: D's process.
@@ -212,6 +209,7 @@ class Messages:
 
     def __init__(
         self,
+        stack: contextlib.ExitStack,
         link: str,
         devices: tuple[str, str],
         sizes: Sequence[int],
@@ -220,8 +218,8 @@ class Messages:
         verify: bool = False,
         **nccl: int,
     ) -> None:
-        """`total`: a multiple of every size and of a token's bytes. `verify`: with checksums. `nccl`: options
-        of that name."""
+        """`stack`: of what has to end. `total`: a multiple of every size and of a token's bytes. `verify`:
+        with checksums. `nccl`: options of that name."""
         self.total = total
         self.device, self._decode_device = devices
         self._lease_seconds = lease_seconds
@@ -231,21 +229,15 @@ class Messages:
         self._link = link
         self._staging = max(4 * max(sizes), STAGING_BYTES)
         self._tokens = total // TOKEN_BYTES + 1
-        self._stack = contextlib.ExitStack()
+        self._stack = stack
         self._keys = 0
         self.times: list[tuple[float, ...]] = []
         os.environ.update(environment(self._shared))
         self.memory = Memory(capacity_for(self._tokens), "P", self.device)
-        self._ranks: dict[int, tuple[Address, Rank]] = {}
         self._outbound: Outbound | None = None
         self._raw: RawNccl | None = None
-        try:
-            self._start_decode()
-            for size in sizes:
-                self._ranks[size] = self._start_rank(size)
-        except BaseException:
-            self.close()
-            raise
+        self._start_decode()
+        self._ranks = {size: self._start_rank(size) for size in sizes}
 
     def on_device(self, sizes: Sequence[int]) -> dict[int, dict[str, float]]:
         """By size, bytes per second of a plain copy, a gather and a scatter."""
@@ -259,8 +251,7 @@ class Messages:
         times = self.pipe.expect("loaded")
         if times["scattered"] != self.total:
             raise BenchError(f"D wrote {times['scattered']} bytes instead of {self.total}")
-        wait_for(rank, do.BlocksFree(key))
-        rank.do(do.Forget(key))
+        forget(rank, key)
         return self.total / (float(times["loaded"]) - float(times["asked"]))
 
     def hold(self, size: int, share: float = 1.0) -> str:
@@ -268,9 +259,8 @@ class Messages:
         _, rank = self._ranks[size]
         self._keys += 1
         key = f"messages-{self._keys}"
-        rank.do(do.HoldPrompt(key, self._decode))
-        rank.do(do.OfferPrompt(key, self._decode, self._tokens, b"bench"))
-        rank.do(do.PromptBlocks(key, (LAYOUT.table(self._tokens, self.memory.capacity, "P"),)))
+        blocks = LAYOUT.tables(self._tokens, self.memory.capacity, "P")
+        hold(rank, key, self._decode, self._tokens, blocks)
         Hook(rank, ((key, int(share * self._tokens)),), 1, self.device).end()
         return key
 
@@ -293,21 +283,9 @@ class Messages:
 
     def link(self, size: int) -> float:
         """Bytes per second over the bare link, each message filled by one plain copy."""
-        outbound = self._outbound = self._outbound or self._start_link()
-        sizes, sends, offset = [size] * (self.total // size), list[Send](), 0
-        begin = time.monotonic()
-        self.pipe.send(order="receive", sizes=sizes)
-        for each in sizes:
-            remote_slot = self.pipe.expect("remote_slot", outbound.poll)["remote_slot"]
-            send = room_for(outbound, each, remote_slot)
-            send.buffer.copy_(self.memory.flat[offset : offset + each])
-            send.commit()
-            self.pipe.send(sent=True)
-            sends.append(send)
-            offset += each
-        received = float(self.pipe.expect("received", outbound.poll)["received"])
-        poll_until(outbound.poll, lambda: all(send.done() for send in sends), "the last send")
-        return self.total / (received - begin)
+        self._outbound = self._outbound or self._start_link()
+        sizes = [size] * (self.total // size)
+        return self.total / seconds_over(self._outbound, self.pipe, self.memory.flat, sizes)
 
     def raw(self, size: int) -> float:
         """Bytes per second of NCCL's own send and receive. Raises ImportError without CuPy."""
@@ -322,10 +300,6 @@ class Messages:
         self._raw.send(self.memory.flat, sizes)
         return self.total / (float(self.pipe.expect("received")["received"]) - begin)
 
-    def close(self) -> None:
-        """End the ranks, the links and D's process. Idempotent."""
-        self._stack.close()
-
     # Inside.
 
     def _start_decode(self) -> None:
@@ -338,9 +312,8 @@ class Messages:
             "lease_seconds": self._lease_seconds,
             "nccl": self._nccl,
         }
-        self.decoder, self.pipe = start_decode(settings, environment_of_child(self._shared))
-        self._stack.callback(end_decode, self.decoder)
-        self._stack.callback(self.pipe.close)
+        process = decode_process(settings, environment_of_child(self._shared))
+        self.decoder, self.pipe = self._stack.enter_context(process)
         self._decode = Address.parse(self.pipe.expect("addresses")["addresses"][LAYOUT.name])
 
     def _start_rank(self, size: int) -> tuple[Address, Rank]:
@@ -360,8 +333,5 @@ class Messages:
         return bare_link(links, self.pipe, self._staging // 2)
 
 
-@contextlib.contextmanager
-def messages(*args: Any, **options: Any) -> Iterator[Messages]:
-    """A Messages, ended on the way out; on a CPU torch copies in one thread meanwhile."""
-    with one_torch_thread(), contextlib.closing(Messages(*args, **options)) as both:
-        yield both
+messages = partial(measuring, Messages)
+"""A Messages, ended on the way out."""

@@ -7,10 +7,8 @@ wire of a given rate. `paced_card` has what stands in for the card. No bytes mov
 import argparse
 import contextlib
 import itertools
-import json
 import math
 import os
-import socket
 import statistics
 import sys
 import threading
@@ -28,9 +26,13 @@ from p2pkv.bench.harness import (
     DEADLINE_SECONDS,
     HOST,
     Pipe,
-    end_decode,
+    begin_decode,
+    decode_process,
+    forget,
     hello_of,
-    start_decode,
+    hold,
+    measuring,
+    ms,
     wait_for,
 )
 from p2pkv.bench.memory import CONTENT, DTYPE, HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, capacity_for
@@ -251,10 +253,18 @@ class PacedSide:
 
 
 class PacedPair:
-    """P's rank here, and D's in another process. Close it."""
+    """P's rank here, and D's in another process."""
 
-    def __init__(self, over: str, card: Card, nccl: dict[str, Any], prompt: int, chunk: int) -> None:
-        self._stack = contextlib.ExitStack()
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        over: str,
+        card: Card,
+        nccl: dict[str, Any],
+        prompt: int,
+        chunk: int,
+    ) -> None:
+        """`stack`: of what has to end. The others: see PacedSide."""
         self._keys = 0
         settings = {
             "over": over,
@@ -263,24 +273,21 @@ class PacedPair:
             "prompt": prompt,
             "port": free_ports(),
         }
-        self._decoder, self._pipe = start_decode(settings, module="p2pkv.bench.paced")
-        self._stack.callback(end_decode, self._decoder)
-        self._stack.callback(self._pipe.close)
+        process = decode_process(settings, module="p2pkv.bench.paced")
+        _, self._pipe = stack.enter_context(process)
         self._decode = Address.parse(self._pipe.expect("address")["address"])
         self._side = PacedSide("P", over, card, nccl, prompt, chunk, free_ports())
-        self._stack.callback(self._side.rank.stop)
+        stack.callback(self._side.rank.stop)
         while True:  # the first push waits for the link, and for the first of everything
             if self.push(MIB)["seconds"] < 0.1:
                 break
 
     def _offer(self, nbytes: int) -> tuple[str, int]:
         """A prompt of so many bytes: its key, and its tokens. D learns that P computes it."""
-        rank, tokens = self._side.rank, nbytes // TOKEN_BYTES + 1
+        tokens = nbytes // TOKEN_BYTES + 1
         self._keys += 1
         key = f"paced-{self._keys}"
-        rank.do(do.HoldPrompt(key, self._decode))
-        rank.do(do.OfferPrompt(key, self._decode, tokens, b"bench"))
-        rank.do(do.PromptBlocks(key, (self._side.table(tokens),)))
+        hold(self._side.rank, key, self._decode, tokens, (self._side.table(tokens),))
         self._pipe.send(key=key, prefill=str(self._side.address), tokens=tokens)
         return key, tokens
 
@@ -302,8 +309,7 @@ class PacedPair:
         layers.ended()
         layers.end(side.rank.do)
         loaded = self._pipe.expect("loaded")["loaded"] - begin
-        wait_for(side.rank, do.BlocksFree(key))
-        side.rank.do(do.Forget(key))
+        forget(side.rank, key)
         return {"step": took, "loaded": loaded}
 
     def push(self, nbytes: int) -> dict[str, Any]:
@@ -349,9 +355,6 @@ class PacedPair:
                 self._pipe.send(forward=False, begin=begin, end=end)
                 steps.append(self._pipe.expect("steps")["steps"])
         return {"alone": steps[0], "pushed": steps[1], "rate": nbytes / statistics.median(pushes)}
-
-    def close(self) -> None:
-        self._stack.close()
 
 
 def serve(pipe: Pipe, settings: dict[str, Any]) -> None:
@@ -410,7 +413,7 @@ def _row(
     over: str, card: Card, nccl: dict[str, Any], prompt: int, chunk: int, args: argparse.Namespace
 ) -> dict[str, Any]:
     steps: dict[str, dict[str, list[dict[str, float]]]] = {}
-    with contextlib.closing(PacedPair(over, card, nccl, prompt, chunk)) as pair:
+    with measuring(PacedPair, over, card, nccl, prompt, chunk) as pair:
         pair.push(prompt)
         pushes = [pair.push(prompt) for _ in range(args.repeat)]
         forward = {side: pair.forward(side, prompt) for side in "PD"} if args.forward else {}
@@ -431,6 +434,7 @@ def report(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         f"{'over':<5} {'wire':>5} {'prompt':>8} {'message':>8} {'GB/s':>20} {'of wire':>8} {'ms beyond':>9}"
         f" {'P µs':>7} {'D µs':>7} {'P core':>7} {'D core':>7}"
     )
+    stations = []
     for row in rows:
         rates = sorted(row["prompt"] / push["seconds"] / 1e9 for push in row["pushes"])
         wire = row["wire"] / 1e9
@@ -439,9 +443,11 @@ def report(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         sides = {side: _side(row["pushes"], side) for side in "PD"}
         chunk = statistics.median(row["prompt"] / push["messages"] for push in row["pushes"]) / MIB
         span = f"{rate:.1f} [{rates[0]:.1f} - {rates[-1]:.1f}]"
+        what = f"{_pushed(row)} {chunk:>8.2f}"
+        both = (f"{sides['P'][name]:.0f} / {sides['D'][name]:.0f}" for name in Meter.STATIONS)
+        stations.append(f"{what} " + "".join(f"{each:>15}" for each in both))
         yield (
-            f"{row['over']:<5} {wire:>5.0f} {row['prompt'] >> 20:>4} MiB {chunk:>8.2f} {span:>20}"
-            f" {rate / wire:>8.2f} {beyond * 1e3:>9.2f}"
+            f"{what} {span:>20} {rate / wire:>8.2f} {beyond * 1e3:>9.2f}"
             f" {sides['P']['turns']:>7.0f} {sides['D']['turns']:>7.0f}"
             f" {sides['P']['core']:>7.2f} {sides['D']['core']:>7.2f}"
         )
@@ -449,36 +455,29 @@ def report(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         for side, steps in row["forward"].items():
             alone, pushed = (statistics.median(steps[name]) for name in ("alone", "pushed"))
             yield (
-                f"{row['over']:<5} {row['wire'] / 1e9:>5.0f} {row['prompt'] >> 20:>4} MiB: a forward thread "
-                f"on {side} is {pushed / alone:.3f} times slower while pushes run at "
-                f"{steps['rate'] / 1e9:.1f} GB/s"
+                f"{_pushed(row)}: a forward thread on {side} is {pushed / alone:.3f} times slower while "
+                f"pushes run at {steps['rate'] / 1e9:.1f} GB/s"
             )
         for layer_ms, turns in row["steps"].items():
             shown = (f"{way} {_medians(turns[way])}" for way in STEPS)
             yield (
-                f"{row['over']:<5} {row['wire'] / 1e9:>5.0f} {row['prompt'] >> 20:>4} MiB, the GPU takes "
-                f"{layer_ms} ms a layer; P's forward thread, and until D has loaded, ms: {', '.join(shown)}"
+                f"{_pushed(row)}, the GPU takes {layer_ms} ms a layer; P's forward thread, and until D has "
+                f"loaded, ms: {', '.join(shown)}"
             )
     yield ""
     yield "Where it goes: µs a message, on P / on D"
     yield f"{'over':<5} {'wire':>5} {'prompt':>8} {'message':>8} " + "".join(
         f"{name:>15}" for name in Meter.STATIONS
     )
-    for row in rows:
-        sides = {side: _side(row["pushes"], side) for side in "PD"}
-        chunk = statistics.median(row["prompt"] / push["messages"] for push in row["pushes"]) / MIB
-        both = (f"{sides['P'][name]:.0f} / {sides['D'][name]:.0f}" for name in Meter.STATIONS)
-        parts = "".join(f"{each:>15}" for each in both)
-        yield f"{row['over']:<5} {row['wire'] / 1e9:>5.0f} {row['prompt'] >> 20:>4} MiB {chunk:>8.2f} {parts}"
+    yield from stations
+
+
+def _pushed(row: dict[str, Any]) -> str:
+    return f"{row['over']:<5} {row['wire'] / 1e9:>5.0f} {row['prompt'] >> 20:>4} MiB"
 
 
 def _medians(steps: Sequence[dict[str, float]]) -> str:
-    """Milliseconds, with the lowest and the highest."""
-    parts = []
-    for name in steps[0]:
-        each = sorted(step[name] * 1e3 for step in steps)
-        parts.append(f"{statistics.median(each):.1f} [{each[0]:.1f} - {each[-1]:.1f}]")
-    return " and ".join(parts)
+    return " and ".join(ms([step[name] for step in steps]) for name in steps[0])
 
 
 def _side(pushes: Sequence[dict[str, Any]], side: str) -> dict[str, float]:
@@ -570,11 +569,8 @@ def _mib(text: str) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """D's process. `argv`: the socket's file descriptor and the settings as JSON."""
-    torch.set_num_threads(1)
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
-    pipe = Pipe(socket.socket(fileno=int(argv[0])))
-    pipe.patient()
-    serve(pipe, json.loads(argv[1]))
+    serve(*begin_decode(argv))
     return 0
 
 

@@ -6,8 +6,8 @@ All times are of the monotonic clock, which the two processes share.
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -16,15 +16,13 @@ from p2pkv.bench.harness import (
     HOST,
     WINDOW_BYTES,
     BenchError,
-    Pipe,
     bare_link,
-    end_decode,
+    decode_process,
+    forget,
+    hold,
     make_rank,
-    one_torch_thread,
-    poll_until,
-    room_for,
-    start_decode,
-    wait_for,
+    measuring,
+    seconds_over,
 )
 from p2pkv.bench.memory import LAYERS, Memory, capacity_for
 from p2pkv.demo.processes import free_ports
@@ -33,7 +31,7 @@ from p2pkv.engine import commands as do
 from p2pkv.engine.computed_layers import ComputedLayers
 from p2pkv.engine.thread import Rank
 from p2pkv.links import make_factory
-from p2pkv.links.base import Outbound, Send
+from p2pkv.links.base import Outbound
 from p2pkv.pairing import Address
 
 ASLEEP_HOOKS = 200
@@ -94,27 +92,27 @@ class Hook:
 
 
 class PrefillSide:
-    """P's ranks and D's process. Close it."""
+    """P's ranks and D's process."""
 
-    def __init__(self, longest: int, chunk_bytes: int, link: str) -> None:
-        """`longest`: tokens of the longest prompt."""
+    def __init__(self, stack: contextlib.ExitStack, longest: int, chunk_bytes: int, link: str) -> None:
+        """`stack`: of what has to end. `longest`: tokens of the longest prompt."""
         self.chunk_bytes = chunk_bytes
-        self._stack = contextlib.ExitStack()
+        self._stack = stack
         self._keys = (f"bench-{number}" for number in itertools.count())
         self.memory = Memory(capacity_for(longest), "P")
         self._copy = torch.zeros_like(self.memory.flat)
-        self._ranks: dict[str, tuple[Address, Rank]] = {}
-        try:
-            self.pipe = self._start_decode(link)
-            self._decode = {
-                name: Address.parse(at) for name, at in self.pipe.expect("addresses")["addresses"].items()
-            }
-            self._ranks = {layout: self._start_rank(layout, link) for layout in FORMS}
-            self._verified = self._start_rank("dense", link, verify=True)
-            self._outbound = self._start_link(link)
-        except BaseException:
-            self.close()
-            raise
+        settings = {
+            "capacity": self.memory.capacity,
+            "link": link,
+            "ports": {name: free_ports() for name in FORMS},
+        }
+        _, self.pipe = stack.enter_context(decode_process(settings))
+        self._decode = {
+            name: Address.parse(at) for name, at in self.pipe.expect("addresses")["addresses"].items()
+        }
+        self._ranks = {layout: self._start_rank(layout, link) for layout in FORMS}
+        self._verified = self._start_rank("dense", link, verify=True)
+        self._outbound = self._start_link(link)
 
     # One measurement each.
 
@@ -128,20 +126,7 @@ class PrefillSide:
         """Seconds of so many bytes over a bare link, each message filled by one plain copy."""
         step = min(self.chunk_bytes, WINDOW_BYTES // 2)
         sizes = [min(step, nbytes - done) for done in range(0, nbytes, step)]
-        sends: list[Send] = []
-        begin, done = time.monotonic(), 0
-        self.pipe.send(order="receive", sizes=sizes)
-        for size in sizes:
-            slot = self.pipe.expect("remote_slot", self._outbound.poll)["remote_slot"]
-            send = room_for(self._outbound, size, slot)
-            send.buffer.copy_(self.memory.flat[done : done + size])
-            send.commit()
-            self.pipe.send(sent=True)
-            sends.append(send)
-            done += size
-        received: float = self.pipe.expect("received", self._outbound.poll)["received"]
-        poll_until(self._outbound.poll, lambda: all(send.done() for send in sends), "the last send")
-        return received - begin
+        return seconds_over(self._outbound, self.pipe, self.memory.flat, sizes)
 
     def push_ready(self, layout: str, tokens: int, *, verify: bool = False) -> Push:
         """A sequential router's request: P has computed it all when D comes. `verify`: dense only."""
@@ -201,12 +186,8 @@ class PrefillSide:
             time.sleep(ASLEEP_PAUSE)
             hooks.append(hook.timed(number % LAYERS))
         rank.do(do.Abort(key, "the benchmark needs it no more"))
-        self._forget(rank, key)
+        forget(rank, key)
         return hooks
-
-    def close(self) -> None:
-        """End the ranks, the link and D's process. Idempotent."""
-        self._stack.close()
 
     # Inside.
 
@@ -214,12 +195,9 @@ class PrefillSide:
         self, layout: str, rank: Rank, tokens: int, key: str = "", blocks: tuple[list[int], ...] | None = None
     ) -> str:
         key = key or next(self._keys)
-        decode = self._decode[layout]
         if blocks is None:
             blocks = FORMS[layout].tables(tokens, self.memory.capacity, "P")
-        rank.do(do.HoldPrompt(key, decode))
-        rank.do(do.OfferPrompt(key, decode, tokens, b"bench"))
-        rank.do(do.PromptBlocks(key, blocks))
+        hold(rank, key, self._decode[layout], tokens, blocks)
         return key
 
     def _ask(self, layout: str, key: str, prefill: Address, tokens: int) -> None:
@@ -233,23 +211,8 @@ class PrefillSide:
             raise BenchError(
                 f"{layout}, {tokens} tokens: D wrote {times['scattered']} bytes instead of {expected}"
             )
-        self._forget(rank, key)
+        forget(rank, key)
         return times
-
-    def _forget(self, rank: Rank, key: str) -> None:
-        wait_for(rank, do.BlocksFree(key))
-        rank.do(do.Forget(key))
-
-    def _start_decode(self, link: str) -> Pipe:
-        settings = {
-            "capacity": self.memory.capacity,
-            "link": link,
-            "ports": {name: free_ports() for name in FORMS},
-        }
-        process, pipe = start_decode(settings)
-        self._stack.callback(end_decode, process)
-        self._stack.callback(pipe.close)
-        return pipe
 
     def _start_rank(self, layout: str, link: str, **options: bool) -> tuple[Address, Rank]:
         memory, chunk_bytes = self.memory, self.chunk_bytes
@@ -265,8 +228,5 @@ class PrefillSide:
         return bare_link(links, self.pipe, WINDOW_BYTES)
 
 
-@contextlib.contextmanager
-def prefill(longest: int, chunk_bytes: int, link: str) -> Iterator[PrefillSide]:
-    """Both processes, ended on the way out; torch copies in one thread meanwhile."""
-    with one_torch_thread(), contextlib.closing(PrefillSide(longest, chunk_bytes, link)) as both:
-        yield both
+prefill = partial(measuring, PrefillSide)
+"""Both processes, ended on the way out."""
