@@ -117,8 +117,7 @@ class DecodeSide(Forward):
                 if request.admitted and request.recompute:
                     self._failed.append((request, reason))
                     return
-                for table in request.tables:
-                    self.memory.give_back(table)
+                self.memory.give_back(*request.tables)
                 self._end(request, reason)
 
     # Blocks.
@@ -167,8 +166,7 @@ class DecodeSide(Forward):
         wrong = self.memory.wrong(request.prompt, request.tables, request.stop)
         full = max(request.hit, request.stop // model.step * model.step)
         if old := self._cache.pop(request.prompt, None):
-            for table in old.tables:
-                self.memory.give_back(table)
+            self.memory.give_back(*old.tables)
         kept: list[list[int]] = []
         for table, each in zip(request.tables, model.tables, strict=True):
             good = 0 if wrong or each.once else full // each.block
@@ -189,5 +187,4 @@ class DecodeSide(Forward):
         self.say(loaded=request.key, nbytes=loaded, reason=reason, recomputed=recomputed)
 
     def _evict(self) -> None:
-        for table in self._cache.pop(next(iter(self._cache))).tables:
-            self.memory.give_back(table)
+        self.memory.give_back(*self._cache.pop(next(iter(self._cache))).tables)

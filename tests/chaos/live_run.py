@@ -104,11 +104,12 @@ class LiveRun(Run):
         for door in self._doors:
             door.manner.garble = False
 
-    def load(self, seconds: float) -> None:
+    def load(self, seconds: float, asks: bool = True) -> None:
+        """`asks`: whether requests come meanwhile."""
         end = time.monotonic() + seconds
         next_job = 0.0
         while time.monotonic() < end:
-            if time.monotonic() >= next_job:
+            if asks and time.monotonic() >= next_job:
                 next_job = time.monotonic() + self.jobs.pause()
                 self.jobs.ask_any(self.of("P"), self.of("D"))
             self.turn()

@@ -289,9 +289,9 @@ class Memory:
     def clean(self) -> bool:
         return self._untouched([NULL, *self._free])
 
-    def give_back(self, blocks: list[int]) -> None:
-        """Nobody reads or writes them any more. Null blocks are nobody's."""
-        blocks = [block for block in blocks if block != NULL]
+    def give_back(self, *tables: list[int]) -> None:
+        """Nobody reads or writes their blocks any more. Null blocks are nobody's."""
+        blocks = [block for table in tables for block in table if block != NULL]
         self._poison(blocks)
         self._free += blocks
 

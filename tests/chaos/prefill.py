@@ -126,8 +126,7 @@ class PrefillSide(Forward):
         prompt.computed, prompt.preempt_at = 0, -1
 
     def _give_back(self, prompt: Prompt) -> None:
-        for table in prompt.tables:
-            self.memory.give_back(table)
+        self.memory.give_back(*prompt.tables)
         prompt.tables = ()
 
     def _forget(self, prompt: Prompt) -> None:

@@ -76,8 +76,7 @@ def test_the_memory_finds_a_wrong_byte_of_any_group_and_a_late_write(model: Mode
             assert memory.wrong(5, tables, 40) == 1
             page[tables[group.table][-1], 0, place, 3] ^= 1
     assert memory.clean()
-    for table in tables:
-        memory.give_back(table)
+    memory.give_back(*tables)
     block = tables[-1][0]
     ranks[-1].groups[0][0].view(torch.int32)[block, 0, 0, 0] = CANARY + 1
     assert not memory.clean()

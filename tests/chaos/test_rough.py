@@ -8,7 +8,6 @@ import asyncio
 import dataclasses
 import random
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -96,10 +95,10 @@ def test_short_stalls_cost_nothing_but_time(live: LiveRun, treat: Treat) -> None
         live.ask("P0", "D0")
         treat(live, held=[THERE, BACK])
         held = live.jobs.ask(*live.machines.values(), must=True, shortest=100, fresh=True)
-        turn_for(live, 0.3 * LEASE)
+        live.load(0.3 * LEASE, asks=False)
         assert not held.outcome, "nothing was held"
         treat(live, held=[])
-        turn_for(live, 0.1)
+        live.load(0.1, asks=False)
     live.turn_until(lambda: not live.jobs.open, 5 * LEASE, "the end of every request")
     assert live.jobs.outcomes["loaded"] == before + 8 and live.violations == []
 
@@ -151,12 +150,6 @@ def test_connections_are_reset_in_the_middle_of_messages(live: LiveRun, treat: T
         live.load(0.5)
     assert live.jobs.outcomes["failed"] > failed, "nothing was broken"
     assert treat is control or live.jobs.recomputed > recomputed, "no failed load was computed by D"
-
-
-def turn_for(live: LiveRun, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        live.turn()
 
 
 def test_a_relay_slices_and_delays_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

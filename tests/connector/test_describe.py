@@ -701,9 +701,7 @@ def test_staging_is_sized_by_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyPat
     assert options_of(vllm_config("P", staging_bytes=32 << 20)).staging_bytes == 32 << 20
 
 
-OF_64 = SlidingWindowSpec(
-    block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64
-)
+OF_64 = replace(WINDOW, sliding_window=64)
 
 
 @pytest.mark.parametrize(
