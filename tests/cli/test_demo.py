@@ -245,15 +245,11 @@ input()
             )
             for _ in range(3)
         ]
-        firsts = [int(first) for each in asking for first in _line(each).split()]
+        firsts = [int(first) for each in asking for first in each.stdout.readline().split()]
         for each in asking:
             each.communicate("\n")
     assert len(firsts) == 300
     assert len({first + offset for first in firsts for offset in range(3)}) == 900
-
-
-def _line(process: subprocess.Popen[str]) -> str:
-    return process.stdout.readline()
 
 
 def test_ports_are_given_again_only_when_all_were_used() -> None:

@@ -43,8 +43,7 @@ _NOTHING = 0
 def let_go() -> None:
     """AssertionError if one of CUDA's rules was broken."""
     violations = [text for memory in list(ALL) for text in memory.violations]
-    for memory in list(ALL):
-        ALL.discard(memory)
+    ALL.clear()
     assert not violations, "; ".join(violations)
 
 
