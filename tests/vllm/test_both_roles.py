@@ -5,7 +5,6 @@ import json
 import os
 import random
 import signal
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,6 +24,7 @@ from support.servers.fleet import (
     MODEL_NAME,
     ask_all,
     ask_pair,
+    asking,
     assert_same,
     at_rest,
     joined,
@@ -153,12 +153,10 @@ def placed_by_cost(
 def test_both_proxies_see_what_the_schedulers_have_to_do(pool: Start) -> None:
     """All requests come through the first one."""
     servers, *proxies = pool("both", "both", options=[BY_COST, BY_COST])
-    asked, enough = [tokens(300, f"queued {n}") for n in range(4000)], threading.Event()
-    numbers = itertools.count()
+    asked = [tokens(300, f"queued {n}") for n in range(4000)]
 
-    def one_client() -> None:
-        while not enough.is_set():
-            answers.complete(proxies[0].base_url, MODEL_NAME, asked[next(numbers)], max_tokens=TOKENS)
+    def ask_one(number: int) -> None:
+        answers.complete(proxies[0].base_url, MODEL_NAME, asked[number], max_tokens=TOKENS)
 
     def reported(proxy: ProxyServer, server: VllmServer) -> dict[str, int]:
         listed = json.loads(client.get(f"{proxy.base_url}/instances"))["instances"]
@@ -186,14 +184,8 @@ def test_both_proxies_see_what_the_schedulers_have_to_do(pool: Start) -> None:
                 busy.add((proxy.base_url, server.base_url))
         return len(busy) == 4
 
-    with ThreadPoolExecutor(24) as clients:
-        asking = [clients.submit(one_client) for _ in range(24)]
-        try:
-            wait_until(all_were_busy, "queued tokens of each engine at each proxy", 120.0)
-        finally:
-            enough.set()
-        for each in asking:
-            each.result(120)
+    with asking(24, ask_one):
+        wait_until(all_were_busy, "queued tokens of each engine at each proxy", 120.0)
     wait_until(lambda: everyone(lambda work: work["gauge"] == work["answers"] == 0), "idle engines", 30.0)
 
 
@@ -215,29 +207,18 @@ def under_load(proxy: ProxyServer, servers: Sequence[VllmServer], what: str) -> 
     """Eight clients, some of them with streams; something happens to an instance that has work, which is
     returned. Each request is answered as by one server. So many are answered before that the budget of second
     tries, a fifth of the requests of 10 s, has room for all that the instance has under way."""
-    asked, got, enough = prompts(2000, what), dict[int, Answer](), threading.Event()
-    numbers = itertools.count()
+    asked, got = prompts(2000, what), dict[int, Answer]()
 
-    def one_client() -> None:
-        while not enough.is_set():
-            number = next(numbers)
-            got[number] = ask(proxy.base_url, asked[number], streamed=number % 3 > 0)
+    def ask_one(number: int) -> None:
+        got[number] = ask(proxy.base_url, asked[number], streamed=number % 3 > 0)
 
-    def answered(at_least: int) -> bool:
-        return len(got) >= at_least or any(each.done() for each in asking)
-
-    with ThreadPoolExecutor(8) as clients:
-        asking = [clients.submit(one_client) for _ in range(8)]
-        try:
-            wait_until(lambda: answered(100) and any(map(running, servers)), "work and 100 answers", 120.0)
-            victim = max(servers, key=running)
-            HAPPENINGS[what](proxy, victim)
-            enough_after = len(got) + 40
-            wait_until(lambda: answered(enough_after), f"40 answers after it was {what}", 120.0)
-        finally:
-            enough.set()
-        for each in asking:
-            each.result(120)
+    with asking(8, ask_one) as one_has_failed:
+        answered = lambda at_least: len(got) >= at_least or one_has_failed()  # noqa: E731
+        wait_until(lambda: answered(100) and any(map(running, servers)), "work and 100 answers", 120.0)
+        victim = max(servers, key=running)
+        HAPPENINGS[what](proxy, victim)
+        after = len(got) + 40
+        wait_until(lambda: answered(after), f"40 answers after it was {what}", 120.0)
     reference = next(each for each in servers if each is not victim)
     ended = sorted(got)
     expected = alone(reference, [asked[number] for number in ended])

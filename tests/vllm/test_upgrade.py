@@ -17,10 +17,10 @@ import subprocess
 import sys
 import tarfile
 import threading
+import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ from p2pkv.pairing import Address
 from p2pkv.protocol.messages import PROTOCOL_VERSION
 from support import commands
 from support.servers.deployments import TOKEN, http_address, order, states
-from support.servers.fleet import MODEL_NAME, SETTINGS, ask_all, at_rest, streamed, tokens
+from support.servers.fleet import MODEL_NAME, SETTINGS, ask_all, asking, at_rest, streamed, tokens
 
 pytestmark = pytest.mark.long
 
@@ -159,7 +159,6 @@ class Streams:
         self._url = url
         self._prompts = prompts
         self._expected: list[Answer] = []
-        self._enough = threading.Event()
         self.answered = 0
         self.failures: list[str] = []
         self._lock = threading.Lock()
@@ -170,27 +169,20 @@ class Streams:
     @contextmanager
     def flowing(self) -> Iterator[None]:
         """From here to the end of the block; then each client has had the rest of its last answer."""
-        with ThreadPoolExecutor(STREAMS) as pool:
-            clients = [pool.submit(self._one, number) for number in range(STREAMS)]
-            try:
-                yield
-            finally:
-                self._enough.set()
-            for each in clients:
-                each.result(120.0)
+        with asking(STREAMS, self._one):
+            yield
 
     def _one(self, number: int) -> None:
-        for index in itertools.cycle(range(number, len(self._prompts), STREAMS)):
-            try:
-                wrong = answers.difference(self._expected[index], self._ask(index))
-            except (client.RequestFailed, http.client.HTTPException, OSError, ValueError) as error:
-                wrong = repr(error)
-            with self._lock:
-                self.answered += 1
-                if wrong:
-                    self.failures.append(f"prompt {index}: {wrong}")
-            if self._enough.wait(PAUSE_SECONDS):
-                return
+        index = number % len(self._prompts)
+        try:
+            wrong = answers.difference(self._expected[index], self._ask(index))
+        except (client.RequestFailed, http.client.HTTPException, OSError, ValueError) as error:
+            wrong = repr(error)
+        with self._lock:
+            self.answered += 1
+            if wrong:
+                self.failures.append(f"prompt {index}: {wrong}")
+        time.sleep(PAUSE_SECONDS)
 
     def _ask(self, index: int) -> Answer:
         body = {"model": MODEL_NAME, "prompt": self._prompts[index], "max_tokens": TOKENS, **answers.GREEDY}

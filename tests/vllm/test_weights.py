@@ -1,8 +1,6 @@
 """Real servers whose weights change: afterwards they answer as one that was started with the new ones."""
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +18,7 @@ from support.servers.fleet import (
     MODEL_NAME,
     SETTINGS,
     ask_all,
+    asking,
     assert_same,
     at_rest,
     counter,
@@ -84,27 +83,17 @@ def call(server: VllmServer, method: str, **kwargs: str) -> None:
 @contextmanager
 def load(servers: Servers, name: str) -> Iterator[None]:
     """Requests through the proxy all the while, new prompts and known ones; each is answered."""
-    over, broken, done = threading.Event(), list[Exception](), list[int]()
+    done: list[int] = []
 
     def ask(number: int) -> None:
-        turn = 0
-        while not over.is_set():
-            prompt = [*KNOWN[turn % len(KNOWN)], *tokens(30, f"{name} {number} {turn // 2}")]
-            try:
-                done.append(len(answers.complete(servers.proxy.base_url, MODEL_NAME, prompt, max_tokens=24)))
-            except Exception as error:
-                broken.append(error)
-                return
-            turn += 1
+        prompt = [*KNOWN[number % len(KNOWN)], *tokens(30, f"{name} {number // 2}")]
+        done.append(len(answers.complete(servers.proxy.base_url, MODEL_NAME, prompt, max_tokens=24)))
 
-    with ThreadPoolExecutor(AT_ONCE) as pool, ExitStack() as stack:
-        stack.callback(over.set)
-        pool.map(ask, range(AT_ONCE))
-        wait_until(lambda: len(done) >= AT_ONCE or bool(broken), "the load", 60.0)
+    with asking(AT_ONCE, ask) as one_has_failed:
+        wait_until(lambda: len(done) >= AT_ONCE or one_has_failed(), "the load", 60.0)
         yield
         before = len(done)
-        wait_until(lambda: len(done) >= before + AT_ONCE or bool(broken), "the load afterwards", 60.0)
-    assert not broken
+        wait_until(lambda: len(done) >= before + AT_ONCE or one_has_failed(), "the load afterwards", 60.0)
     servers.rest()
 
 

@@ -1,13 +1,15 @@
 """The servers that the end-to-end tests share, and what the tests ask of them."""
 
 import http.client
+import itertools
 import json
 import os
 import random
+import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -231,6 +233,26 @@ def ask_all(
 
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(ask, prompts))
+
+
+@contextmanager
+def asking(clients: int, ask: Callable[[int], object]) -> Iterator[Callable[[], bool]]:
+    """Until the block ends, so many clients ask one request after the other, numbered over all of them; then
+    each has had its last answer. Yields whether one has failed; its error is raised at the end."""
+    numbers, enough = itertools.count(), threading.Event()
+
+    def one_client() -> None:
+        while not enough.is_set():
+            ask(next(numbers))
+
+    with ThreadPoolExecutor(clients) as pool:
+        all_clients = [pool.submit(one_client) for _ in range(clients)]
+        try:
+            yield lambda: any(each.done() for each in all_clients)
+        finally:
+            enough.set()
+        for each in all_clients:
+            each.result(120.0)
 
 
 class Caller:
