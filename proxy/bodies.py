@@ -438,13 +438,6 @@ class _PromptField(NamedTuple):
                 end = rest.find(b'"')
                 at += len(rest) if end < 0 else end
 
-    def pieces_of_ids(self) -> Iterator[bytes]:
-        """The first whole pieces; of the first list, if there are several."""
-        most = MAX_PIECES * PIECE_TOKENS
-        beginning = bytes(self.view[: most * _ID_BYTES]).lstrip(b"[ \t\r\n").partition(b"]")[0]
-        for piece in itertools.islice(_IDS_OF_A_PIECE.finditer(beginning), MAX_PIECES):
-            yield piece[1]
-
 
 def _is_data(look: bytes) -> bool:
     """Whether these bytes are base64, by all appearances, such as a picture's."""
@@ -479,9 +472,12 @@ class Prompt:
         self._parts = []
 
     def _pieces(self) -> Iterator[bytes]:
-        """The first whole pieces."""
+        """The first whole pieces; of token ids those of the first list, if there are several."""
         if len(self._parts) == 1 and self._parts[0].ids:
-            yield from self._parts[0].pieces_of_ids()
+            view = self._parts[0].view[: MAX_PIECES * PIECE_TOKENS * _ID_BYTES]
+            beginning = bytes(view).lstrip(b"[ \t\r\n").partition(b"]")[0]
+            for piece in itertools.islice(_IDS_OF_A_PIECE.finditer(beginning), MAX_PIECES):
+                yield piece[1]
             return
         text = bytearray()
         for part in self._parts:

@@ -291,7 +291,9 @@ class Router:
         fleet = self._fleet(request, now, avoid)
         prefillers, decoders = self._able(fleet, mode)
         if mode is PrefillMode.SKIP_IF_SHORT and not prefillers:
-            if near := self._with_little_left(decoders, request):
+            # Those that would compute so few tokens of this prompt that P is not needed.
+            known, least = self._pick_decode.cached(decoders, request), self.routing.skip_below
+            if near := [each for each in decoders if request.prompt.tokens - known.get(each, 0) < least]:
                 decode = self._pick(self._pick_decode, near, request).instance
                 return Choice(None, decode, prefill_skipped=True)
             prefillers, decoders = self._able(fleet, PrefillMode.WANTED)
@@ -370,11 +372,6 @@ class Router:
         """Those D's near a P that have room."""
         full, near = self._registry.full, linked_pairs.decoders(prefill)
         return [each for each in near if each not in full] if full else near
-
-    def _with_little_left(self, decoders: Sequence[Instance], request: RoutingRequest) -> Sequence[Instance]:
-        """Those that would compute so few tokens of this prompt that P is not needed."""
-        tokens, cached = request.prompt.tokens, self._pick_decode.cached(decoders, request)
-        return [each for each in decoders if tokens - cached.get(each, 0) < self.routing.skip_below]
 
     def _pick(self, policy: Policy, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
         pick = policy(candidates, request)
