@@ -353,7 +353,7 @@ class Strip:
         """`most`: bytes of the largest rectangle, a multiple of BLOCK_BYTES."""
         self._device = device
         self._cache: PagedCache = memory.cache(LAYOUT)
-        self._cache.warm_up()
+        self._cache.copier.warm_up()
         self._flat = memory.flat
         self._dense = torch.empty(most, dtype=torch.uint8, device=device)
         self._table = [LAYOUT.table(memory.capacity, memory.capacity, "P")]

@@ -181,11 +181,8 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
             steps=self._steps,
             transfers=any(scheduler.busy for scheduler in self._schedulers),
             orphaned=orphaned,
-            is_loaded=self._is_loaded,
+            is_loaded=self.consumer.is_loaded if self.consumer is not None else lambda request_id: False,
         )
-
-    def _is_loaded(self, request_id: str) -> bool:
-        return self.consumer is not None and self.consumer.is_loaded(request_id)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)

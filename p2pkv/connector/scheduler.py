@@ -484,17 +484,13 @@ class ConsumerScheduler(ConnectorScheduler):
 
     def matched(self, request: Request, local: int) -> tuple[int | None, bool]:
         """Tokens beyond the `local` ones that P computes for us; None: ask again."""
-        tokens, later = self._matched(request, local)
-        if tokens is None:
-            self.undecided.add(request.request_id)
-        return tokens, later
-
-    def _matched(self, request: Request, local: int) -> tuple[int | None, bool]:
         pending = self.pending_loads.get(request.request_id)
-        if pending is None:
+        if pending is None and self.is_loaded(request.request_id):
             # A further child of n waits until the first has loaded, and then takes the prefix cache.
-            owner = self.pending_loads.get(self._owners.get(self._siblings.get(request.request_id, ""), ""))
-            return (0 if owner is None or owner.state is LoadState.SETTLED else None), False
+            self.undecided.add(request.request_id)
+            return None, False
+        if pending is None:
+            return 0, False
         pending.local, external = local, request.num_prompt_tokens - self._tables.tail - local
         # A load begins behind what is cached here, so a shorter one would not bring the whole window.
         least = max(1, max(self._tables.replayed.values(), default=0) if local else 0)
@@ -509,6 +505,7 @@ class ConsumerScheduler(ConnectorScheduler):
         begun = pending.handed_on or pending.kept or len(pending.begun) >= self._world
         if begun and self._quota.admits(request.request_id, request.num_prompt_tokens):
             return external, not pending.kept
+        self.undecided.add(request.request_id)
         return None, False
 
     def kept(self, key: str, tokens: int, digest: bytes, now: float) -> None:

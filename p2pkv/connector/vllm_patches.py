@@ -311,7 +311,12 @@ class EngineCore(Patch):
             self._listen_for_wakeups(core.input_queue)
         self._sleep_until_input(core)
         original(core)
-        self._pass_on_messages(core)
+        while self._messages:
+            message = self._messages.popleft()
+            # A MultiConnector has none: it learns of all by the steps' results.
+            on_wakeup = getattr(core.scheduler.get_kv_connector(), "on_wakeup", None)
+            if on_wakeup is not None and (request_id := on_wakeup(message)) is not None:
+                core.scheduler._update_from_kv_xfer_finished(EarlyLoad(finished_recving={request_id}))
 
     def instead_of_process_engine_step(self, original: Original, core: Any) -> bool:
         """vLLM sleeps for a millisecond after a step that has computed nothing. Here a wake-up ends that
@@ -328,14 +333,6 @@ class EngineCore(Patch):
         if not computed and not self.changed and core.scheduler.has_requests():
             self.seconds = max(self.seconds, idle_steps.VLLM_IDLE_SLEEP)
         return bool(computed)
-
-    def _pass_on_messages(self, core: Any) -> None:
-        while self._messages:
-            message = self._messages.popleft()
-            # A MultiConnector has none: it learns of all by the steps' results.
-            on_wakeup = getattr(core.scheduler.get_kv_connector(), "on_wakeup", None)
-            if on_wakeup is not None and (request_id := on_wakeup(message)) is not None:
-                core.scheduler._update_from_kv_xfer_finished(EarlyLoad(finished_recving={request_id}))
 
     def _listen_for_wakeups(self, requests: queue.Queue[Any]) -> None:
         wakeups = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -403,28 +400,22 @@ class SpinWait(Patch):
     """Whether it spins as vLLM made it while there is something to compute (the option `spin`)."""
 
     def instead_of_wait(self, original: Original, condition: Any, timeout_ms: int | None = None) -> None:
-        waited = time.monotonic() - condition.last_read
-        sleep_ms = self._sleep_ms(waited, condition.busy_loop_s)
-        if not sleep_ms and not self.spins and waited <= condition.busy_loop_s:
+        waited, busy = time.monotonic() - condition.last_read, condition.busy_loop_s
+        sleep_ms = 0  # do as vLLM does, which spins for `busy` seconds
+        if waited <= busy and (self.idle or self.worker):
+            most, stepless = idle_steps.MAX_SLEEP_MS, int(waited * 1000) // idle_steps.STEPLESS_MS
+            sleep_ms = most if self.idle else min(stepless, most)
+        if not sleep_ms and not self.spins and waited <= busy:
             time.sleep(idle_steps.NAP_SECONDS)
             return
         if not sleep_ms:
             original(condition, timeout_ms)
             return
-        busy, condition.busy_loop_s = condition.busy_loop_s, -1.0
+        condition.busy_loop_s = -1.0
         try:
             original(condition, sleep_ms if timeout_ms is None else min(sleep_ms, timeout_ms))
         finally:
             condition.busy_loop_s = busy
-
-    def _sleep_ms(self, waited: float, busy: float) -> int:
-        """Milliseconds to sleep after so many seconds; 0: do as vLLM does, which spins for `busy` seconds."""
-        if waited > busy:
-            return 0
-        if self.idle:
-            return idle_steps.MAX_SLEEP_MS
-        sleep_ms = int(waited * 1000) // idle_steps.STEPLESS_MS
-        return min(sleep_ms, idle_steps.MAX_SLEEP_MS) if self.worker else 0
 
     def instead_of_spinloop(self, original: Original, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs) if self.spins and not self.idle else None
@@ -555,15 +546,13 @@ class PromptEnd(Patch):
     def instead_of_init__(self, original: Original, made: Any, tokenizer: Any, request: Any) -> None:
         original(made, tokenizer, request)
         with suppress(Exception):  # a prompt without ids, or another kind of tokenizer
-            end = request.prompt_token_ids[-self.LENGTH :]
-            if self._suffices(end, made.tokenizer, made.skip_special_tokens):
-                made.stream = type(made.stream)(ids=end, skip_special_tokens=made.skip_special_tokens)
-
-    def _suffices(self, end: list[int], tokenizer: Any, skip_special: bool) -> bool:
-        known = self.KNOWN.match(tokenizer.decoder.__getstate__().decode()) is not None
-        whole = not tokenizer.decode(end, skip_special).endswith("\ufffd")
-        tokens = (tokenizer.id_to_token(each) for each in end if tokenizer.decode([each], skip_special))
-        return known and whole and any(not token.startswith("<0x") for token in tokens)
+            end, skip = request.prompt_token_ids[-self.LENGTH :], made.skip_special_tokens
+            coder = made.tokenizer
+            known = self.KNOWN.match(coder.decoder.__getstate__().decode()) is not None
+            whole = not coder.decode(end, skip).endswith("\ufffd")
+            tokens = (coder.id_to_token(each) for each in end if coder.decode([each], skip))
+            if known and whole and any(not token.startswith("<0x") for token in tokens):
+                made.stream = type(made.stream)(ids=end, skip_special_tokens=skip)
 
 
 WEIGHTS, ENGINE_CORE, SPIN_WAIT, PROMPT_END = WeightWatch(), EngineCore(), SpinWait(), PromptEnd()

@@ -241,7 +241,7 @@ class Worker:
         """The engine thread learns of this step's prompts in the next one."""
         self._postponed: list[Command] = []
         """Those of a quiet step."""
-        rank.call_on_event(self._wakeup.send)
+        rank.on_event = self._wakeup.send
         self.loads = Loads(rank)
 
     # Before the forward.
@@ -384,7 +384,7 @@ class Worker:
                 self._free.discard(key)
                 rank.do(hold)
         self.deltas = CounterDeltas(rank.counters)
-        rank.call_on_event(self._wakeup.send)
+        rank.on_event = self._wakeup.send
         self.loads.wake(rank)
 
     def stop(self) -> None:

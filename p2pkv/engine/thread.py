@@ -48,7 +48,9 @@ class Rank:
                 "many ports behind it free as it has ranks in all its engines"
             ) from None
         self._event_set = threading.Event()
-        self._call: Callable[[Event], None] = lambda event: None
+        self.on_event: Callable[[Event], None] = lambda event: None
+        """The engine thread calls this with the first event after each `events`, and each `Loaded` and
+        `PrefetchComplete`."""
         self.core = core = Core(hello, options, cache, links, endpoint, self._report, serving=serving)
         self.context, self.steps, self.counters = core.context, core.steps, core.counters
         self._commands = core.commands
@@ -89,11 +91,6 @@ class Rank:
         """Wait until something has happened since the last `events`, for so long at most, lock released."""
         self._event_set.wait(seconds)
 
-    def call_on_event(self, call: Callable[[Event], None]) -> None:
-        """The engine thread calls this with the first event after each `events`, and each
-        `Loaded` and `PrefetchComplete`."""
-        self._call = call
-
     def stop(self) -> None:
         """End the thread, the sockets and the links, by a deadline. Idempotent. P first pushes what it has
         computed and D waits for, in FINISH_SECONDS at most; all else ends at once, with a reason to peers."""
@@ -122,7 +119,7 @@ class Rank:
         known = self._event_set.is_set()  # then the next `events` is still to come, and will find this one
         self._event_set.set()
         if not known or isinstance(event, Loaded | PrefetchComplete):
-            self._call(event)
+            self.on_event(event)
 
     def _main(self) -> None:
         sleep_precisely()

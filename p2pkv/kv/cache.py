@@ -202,9 +202,6 @@ class PagedCache:
         """A fence behind all copies that the calling thread has queued on its current stream."""
         return self._record()
 
-    def warm_up(self) -> None:
-        self.copier.warm_up()
-
     def prepare(self, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: CachedTables) -> None:
         """A gather or scatter of this rectangle will come: do what needs no buffer. Raises as they do."""
         if isinstance(tokens, tuple):
@@ -498,5 +495,5 @@ class RankCache:
     def warm_up(self) -> None:
         """Returns when it is done, since the engine's stream has no order with the calling thread's."""
         for group in self.groups:
-            group.warm_up()
+            group.copier.warm_up()
         self.fence().wait()

@@ -175,7 +175,11 @@ def test_a_sender_ends_with_what_it_speaks_for() -> None:
 def beat_of(instance: Instance, requests: queue.Queue[Any], running: bool = True) -> Beat:
     core = SimpleNamespace(scheduler=instance.scheduler, input_queue=requests, is_running=lambda: running)
     return state_of(
-        core, steps=1, transfers=False, orphaned=False, is_loaded=instance.scheduler.connector._is_loaded
+        core,
+        steps=1,
+        transfers=False,
+        orphaned=False,
+        is_loaded=instance.scheduler.connector.consumer.is_loaded,
     )
 
 

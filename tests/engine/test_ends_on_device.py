@@ -333,7 +333,7 @@ def test_what_a_rank_takes_for_copies_is_there_when_its_thread_begins(
     """What warms up is queued on the stream of the thread that starts the rank, not on its own."""
     with cuda.moving(launcher):
         cache = RankCache([on_card(make_pages(GEOMETRY, 0)[1])])
-    cache.groups[0].warm_up()
+    cache.groups[0].copier.warm_up()
     assert cuda.driver.busy
     cache.warm_up()
     assert not cuda.driver.busy

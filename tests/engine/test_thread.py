@@ -104,7 +104,7 @@ def test_an_event_ends_the_forward_threads_wait(make_memory):
 def test_an_event_is_called_out_once_until_it_has_been_heard(make_memory):
     d = make_memory("D")
     rank, calls = d.ranks[0].rank, []
-    rank.call_on_event(lambda event: calls.append(len(rank.core._events)))
+    rank.on_event = lambda event: calls.append(len(rank.core._events))
     for heard in (1, 2):
         for key in "ab":
             d.do(do.Expect(key, Address("127.0.0.1", 1), 96, b"digest"))

@@ -39,7 +39,7 @@ def test_kernels_and_torch_move_the_same_bytes(monkeypatch: pytest.MonkeyPatch) 
     memory = Memory(1024, "P", "cuda")
     by_kernels = memory.cache(DENSE)
     assert isinstance(by_kernels.copier, KernelCopier)
-    by_kernels.warm_up()
+    by_kernels.copier.warm_up()
     with monkeypatch.context() as patch:
         patch.setattr(copiers, "cupy_launcher", lambda device: None)
         by_torch = memory.cache(DENSE)
@@ -86,7 +86,7 @@ def test_the_checksum_is_the_one_that_torch_computes(
 def test_the_engines_stream_does_not_wait_for_the_forwards() -> None:
     """A gather beside a forward that is under way is done before it, and its fence is passed at its end."""
     cache = Memory(1024, "P", "cuda").cache(DENSE)
-    cache.warm_up()
+    cache.copier.warm_up()
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP_CYCLES)
     forward = make_recorder(cuda())()

@@ -69,7 +69,7 @@ def test_a_warm_up_loads_every_kernel_and_moves_nothing(launcher: CpuLauncher) -
         cache = memory.cache(memory.flat.clone())
     launcher.launched.clear()
     before = launcher.accesses
-    cache.warm_up()
+    cache.copier.warm_up()
     names = {f"p2pkv_{way}_{width}" for way in ("gather", "scatter") for width in WIDTHS}
     assert set(launcher.launched) == {*names, "p2pkv_digest"}
     assert launcher.accesses == before

@@ -104,7 +104,7 @@ def test_after_a_warm_up_no_call_takes_memory_loads_a_kernel_or_waits(
     """What may wait for the device may wait for a peer, whose receive runs there."""
     memory = memory_of((0, 1, 0, 1))
     cache, done = cache_with_kernels(cuda, launcher, memory), cuda.driver.done
-    cache.warm_up()
+    cache.copier.warm_up()
     assert any("pinned" in call for call in cuda.calls) and any("load" in call for call in cuda.calls)
     assert cuda.driver.done == done, "the warm-up itself has waited"
     tables = [memory.tables(64, seed) for seed in range(200)]

@@ -68,7 +68,7 @@ class ProbeConnector(P2pKvConnector):
                 note(event)
             return events
 
-        rank.call_on_event(note_and_tell)
+        rank.on_event = note_and_tell
         rank.events = note_and_take
 
     def _poison(self, blocks: Blocks, start: int) -> None:

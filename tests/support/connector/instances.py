@@ -216,7 +216,7 @@ class FakeRank:
         """Seconds that each idle step was allowed to wait."""
         self.meanwhile: Callable[[], None] = lambda: None
         """What happens in such a wait."""
-        self._call: Callable[[do.Event], None] = lambda event: None
+        self.on_event: Callable[[do.Event], None] = lambda event: None
 
     def do(self, command: do.Command) -> None:
         self.log.append(command)
@@ -261,7 +261,7 @@ class FakeRank:
 
     def _emit(self, event: do.Event) -> None:
         self._events.append(event)
-        self._call(event)
+        self.on_event(event)
 
     def revoke(self, keys: Iterable[str]) -> None:
         self.revoked += keys
@@ -289,9 +289,6 @@ class FakeRank:
 
     def free(self, key: str) -> None:
         self._last_word(do.BlocksFree(key))
-
-    def call_on_event(self, call: Callable[[do.Event], None]) -> None:
-        self._call = call
 
     def wait_for_event(self, seconds: float) -> None:
         self.waits.append(seconds)
