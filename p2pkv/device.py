@@ -227,17 +227,12 @@ def own_stream(device: torch.device) -> Iterator[None]:
                 yield
         finally:
             _own.device = -1
-            _empty(index, stream)
-
-
-def _empty(device: int, stream: int) -> None:
-    """Wait until nothing is on the stream, and give it back."""
-    try:
-        CudaEvent(device, stream).wait()
-    except RuntimeError as error:
-        log.warning("the device has failed, so a stream of p2pkv is not used again: %s", error)
-    else:
-        give_stream(device, stream)
+            try:
+                CudaEvent(index, stream).wait()
+            except RuntimeError as error:
+                log.warning("the device has failed, so a stream of p2pkv is not used again: %s", error)
+            else:
+                give_stream(index, stream)
 
 
 def take_memory(

@@ -83,10 +83,6 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
         """What D's `rank` receives, ordered by source and group."""
         return tuple(self._by_rank[1].get(rank, ()))
 
-    @property
-    def decode_ranks(self) -> int:
-        return self.decode[0].world
-
     @cached_property
     def digest(self) -> str:
         """64 hex digits, equal in every process that computed the same plan from the same shapes."""

@@ -189,7 +189,7 @@ class HandshakeMonitor:
                 frames = self.socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            event, value = event_of(frames)
+            event = parse_monitor_message(frames)["event"]
             if event == zmq.EVENT_CONNECTED:
                 self.connected = time.monotonic()
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -198,7 +198,7 @@ class HandshakeMonitor:
                 # Some kinds of garbage end a connection without any other event.
                 yield HandshakeFailure("it does not speak this protocol", lost=self.proven)
             else:
-                yield failure_of(event, value)
+                yield failure_of(frames)
 
     def close(self) -> None:
         if not self._monitored.closed:
@@ -206,13 +206,10 @@ class HandshakeMonitor:
         self.socket.close(0)
 
 
-def event_of(frames: list[bytes]) -> tuple[int, int]:
-    """What libzmq reports of a monitored socket: an event and its value."""
-    event = parse_monitor_message(frames)
-    return int(event["event"]), int(event["value"])
-
-
-def failure_of(event: int, value: int) -> HandshakeFailure:
+def failure_of(frames: list[bytes]) -> HandshakeFailure:
+    """What libzmq reports of a monitored socket whose handshake has failed."""
+    report = parse_monitor_message(frames)
+    event, value = report["event"], report["value"]
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return HandshakeFailure("not admitted", refused=True)
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:

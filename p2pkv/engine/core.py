@@ -179,8 +179,7 @@ class Core:
         """Take in messages and commands, move data, look at what is due. Never waits. What this raises is a
         fault of ours: the turn is lost. `now`: seconds of any clock that never goes back."""
         now, context, soon = self.clock.turn(now), self.context, False
-        if context.steps.held != self.clock.held:
-            context.steps.held_up(self.clock.held)
+        context.steps.held = self.clock.held
         self._check_connections(now)
         self._receive_messages(now)
         self._run_commands(now)

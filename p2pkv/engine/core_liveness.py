@@ -37,7 +37,7 @@ class Liveness:
 
     Attributes:
         stall: seconds without progress after which an engine that has work counts as hung.
-        held: by how much the engine thread's clock is behind the forward thread's; see Core.turn.
+        held: by how much the engine thread's clock is behind the forward thread's; set by Core.turn.
         beat: the last one.
         read_beats: returns the beats that have come since its last call; called by the engine thread.
         paused_since: when the engine core was paused, by the engine thread's clock; None if it is not.
@@ -72,9 +72,6 @@ class Liveness:
         """The number of the step that runs now; None between steps."""
         number = self._number
         return number if self._since is not None else None
-
-    def held_up(self, seconds: float) -> None:
-        self.held = seconds
 
     # The engine core's beats.
 

@@ -7,6 +7,7 @@ import contextlib
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from math import inf
 
 from msgspec.structs import replace
@@ -107,7 +108,7 @@ class Decode:
         self._ctx = context
         self._ranks = ranks
         self._buffers = PrefetchBuffers(context.options.prefetch_bytes, context.cache.device)
-        self._attempt = 0
+        self._attempts = count(1)
         self._generation = ""
         """Of D's weights; what was computed with others is not taken before its request comes."""
         self._count = context.counters.values
@@ -242,11 +243,7 @@ class Decode:
 
     def _receiver(self, expect: do.Expect, now: float, prefetch: bool = False) -> Receiver:
         request = expect.tokens, expect.digest, self._ctx.terms
-        return Receiver(expect.key, self._next_attempt(), *request, now, prefetch)
-
-    def _next_attempt(self) -> int:
-        self._attempt += 1
-        return self._attempt
+        return Receiver(expect.key, next(self._attempts), *request, now, prefetch)
 
     # Connecting.
 
@@ -281,8 +278,15 @@ class Decode:
         peers = {rank: self._ranks.need(address, now) for rank, address in addresses.items()}
         if not all(peer.dialing.open and peer.rank == rank for rank, peer in peers.items()):
             return
-        if mismatched := next((peer for peer in peers.values() if not peer.same_engine_as(first)), None):
-            self._mismatched(entry, mismatched, first, now)
+        if other := next((peer for peer in peers.values() if not peer.same_engine_as(first)), None):
+            # One of the two may not know of a restart of its engine: ask it anew.
+            what = "their Hellos describe their common engine differently"
+            reason = unfit(first.address, other.address, what)
+            entry.tries += 1
+            if entry.tries > MAX_TRIES:
+                advice = "start all ranks of that P anew, with the same options"
+                self._apply_decisions(entry, entry.receiver.lost(f"{reason}; {advice}"), now)
+            self._ranks.lose(other, reason, now)
             return
         entry.peers = peers
         self._unconnected.get(entry.prefill, {}).pop(entry.expect.key, None)
@@ -292,15 +296,6 @@ class Decode:
             self._ctx.effects.append(SendMessage(peer, beat))
         assignments = {rank: Assignment.of(some, peers[rank].formats) for rank, some in edges.items()}
         self._apply_decisions(entry, entry.receiver.attach(assignments, now), now)
-
-    def _mismatched(self, entry: RequestEntry, other: PrefillPeer, first: PrefillPeer, now: float) -> None:
-        """Two ranks of P contradict each other. One may not know of a restart of its engine: ask it anew."""
-        reason = unfit(first.address, other.address, "their Hellos describe their common engine differently")
-        entry.tries += 1
-        if entry.tries > MAX_TRIES:
-            advice = "start all ranks of that P anew, with the same options"
-            self._apply_decisions(entry, entry.receiver.lost(f"{reason}; {advice}"), now)
-        self._ranks.lose(other, reason, now)
 
     def prefetch(self, peer: PrefillPeer, message: m.PrefetchOffer, now: float) -> None:
         """P has begun a prompt for which no request has come: take it if all its ranks are connected."""
@@ -351,7 +346,7 @@ class Decode:
                 return
             self._out_of_tables(entry)
             entry.expect = replace(entry.expect, prefill=engine)
-            entry.receiver = entry.receiver.again(self._next_attempt(), now)
+            entry.receiver = entry.receiver.again(next(self._attempts), now)
             entry.peers = {}
             self._enter(entry, now)
 
@@ -410,7 +405,7 @@ class Decode:
             entry.lost = now if entry.lost is None else entry.lost
             if waiting and now - entry.lost < self._ctx.options.lease_seconds:
                 # Another connection, or another incarnation, may answer: within one lease of the loss.
-                entry.receiver = receiver.again(self._next_attempt(), entry.lost)
+                entry.receiver = receiver.again(next(self._attempts), entry.lost)
                 self._out_of_tables(entry)
                 entry.peers = {}
                 self._await_connection(entry)

@@ -191,7 +191,7 @@ class InboundLink:
         if self._inbound is None or not self.waiting:
             return None
         if self.waiting[0].reserve:
-            self._admitted_first()
+            self.waiting = deque(sorted(self.waiting, key=lambda each: each.reserve > 0))
         first = self.waiting[0]
         try:
             receive = self._inbound.take(first.chunk.nbytes, first.reserve)
@@ -206,13 +206,6 @@ class InboundLink:
         receiving = PostedReceive(receive, first.key, first.chunk)
         self.posted.append(receiving)
         return receiving
-
-    def _admitted_first(self) -> None:
-        for index, each in enumerate(self.waiting):
-            if not each.reserve:
-                del self.waiting[index]
-                self.waiting.appendleft(each)
-                return
 
     def admitted(self, key: str) -> None:
         """This request has blocks now: its chunks may use all of the staging."""
@@ -239,13 +232,6 @@ class InboundLink:
         self._following -= 1
         if not self._following:
             self._inbound.launch(self._together)
-
-    def next_arrived(self) -> PostedReceive | None:
-        """The oldest receive, if it is complete and more may land in this turn. Raises LinkError."""
-        if not (self.burst and self.posted and self.posted[0].arrived):
-            return None
-        self.burst -= 1
-        return self.posted[0]
 
     def landed(self, receiving: PostedReceive) -> bool:
         """The bytes of the oldest receive have been read; False if the link is gone."""
@@ -324,7 +310,7 @@ class PrefillPeer:
         # A rank of P that sends nothing to any rank must still learn that its blocks are free: one rank of D
         # sends it that.
         idle = [rank for rank in range(len(addresses)) if not plan.from_source(rank)]
-        idle = [rank for rank in idle if rank % plan.decode_ranks == mine]
+        idle = [rank for rank in idle if rank % plan.decode[0].world == mine]
         return edges, {rank: Address.parse(addresses[rank]) for rank in [*edges, *idle]}
 
     def send(self, message: m.AnyMessage, now: float) -> bool:
@@ -524,7 +510,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
             except LinkError as error:
                 self._broken(peer, error, now)
             if was_quiet and not link.busy:
-                self.deactivate(peer)
+                self._active.pop(peer, None)
 
     @property
     def moving(self) -> bool:
@@ -562,8 +548,11 @@ class PrefillPeers(Peers[str, PrefillPeer]):
             self._broken(effect.peer, error, now)
 
     def _arrive(self, peer: PrefillPeer) -> None:
-        if (receiving := peer.link.next_arrived()) is not None:
-            self._ctx.effects.append(ReceiveDone(peer, receiving))
+        """The oldest receive may be complete, and more may land in this turn. Raises LinkError."""
+        link = peer.link
+        if link.burst and link.posted and link.posted[0].arrived:
+            link.burst -= 1
+            self._ctx.effects.append(ReceiveDone(peer, link.posted[0]))
 
     def _broken(self, peer: PrefillPeer, error: LinkError, now: float) -> None:
         self.lose_link(peer, f"the link from {peer.address} broke: {error}", now)

@@ -49,11 +49,8 @@ class Peers(Generic[_Key, _Peer]):
         return iter(tuple(self._all.values()))
 
     def activate(self, peer: _Peer) -> None:
-        """Let every turn look at this peer, until `deactivate`."""
+        """Let every turn look at this peer, until one finds nothing to do for it."""
         self._active[peer] = None
-
-    def deactivate(self, peer: _Peer) -> None:
-        self._active.pop(peer, None)
 
     @property
     def active(self) -> list[_Peer]:

@@ -186,7 +186,10 @@ class Preconnect:
         if not reason and self._all_up(partner, first, peers):
             partner.up, partner.since = True, None
             if not was_up:
-                self._came_up(partner, peers)
+                partner.next, partner.pause, partner.logged = 0.0, FIRST_PAUSE, False
+                if unused := [peer for peer in peers if peer.link.linked and not peer.needed]:
+                    self._ctx.counters.add("links_preconnected", len(unused))
+                    log.info("the link to P at %s is up, ahead of requests", partner.address)
             self._beat(partner, peers, now)
         elif any(peer.needed for peer in peers):
             partner.since = None  # what is wrong is the requests' affair now
@@ -225,13 +228,6 @@ class Preconnect:
         assert partner.since is not None
         ready = self._linked(partner) >= partner.sources and all(peer.dialing.open for peer in peers)
         return now - partner.since > PATIENCE_SECONDS and not ready
-
-    def _came_up(self, partner: Partner, peers: list[PrefillPeer]) -> None:
-        partner.next, partner.pause, partner.logged = 0.0, FIRST_PAUSE, False
-        unused = [peer for peer in peers if peer.link.linked and not peer.needed]
-        if unused:
-            self._ctx.counters.add("links_preconnected", len(unused))
-            log.info("the link to P at %s is up, ahead of requests", partner.address)
 
     def _beat(self, partner: Partner, peers: list[PrefillPeer], now: float) -> None:
         """Show ranks of P that no request uses that we are still there, and see whether they are."""

@@ -95,15 +95,11 @@ class Prefill:
             effects = entry.sender.offer(command.tokens, command.digest, command.generation)
             self._apply_decisions(entry, effects, now)
             entry.unoffered = True
-            if not self._fits_one_message(command.tokens):
+            # Nothing of what fits one message is sent before its last layer: what is said of it meanwhile
+            # only takes the forward thread's time.
+            layers = sum(len(numbers) for numbers in self._ctx.cache.layers)
+            if layers * self._ctx.cache.layer_bytes(command.tokens) > self._ctx.options.chunk_bytes:
                 self._offer_prefetch(entry)
-
-    def _fits_one_message(self, tokens: int) -> bool:
-        """Whether nothing of such a prompt is sent before its last layer: then what is said of it meanwhile
-        only takes the forward thread's time."""
-        cache = self._ctx.cache
-        layers = sum(len(numbers) for numbers in cache.layers)
-        return layers * cache.layer_bytes(tokens) <= self._ctx.options.chunk_bytes
 
     def _offer_prefetch(self, entry: PromptEntry) -> None:
         """Offer this prompt to ranks of D that take it before its request comes (`prefetch_bytes`)."""

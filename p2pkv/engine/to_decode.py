@@ -202,8 +202,7 @@ class OutboundLink:
         self._overdue.clear()
 
     def park(self, now: float) -> None:
-        """Close it until D names a transfer."""
-        self.abort(now)
+        """It was given up until D names a transfer; then it is built at once."""
         self.parked, self._next, self._pause = True, now, 0.0
 
     def poll(self) -> bool:
@@ -520,9 +519,8 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         """Close the idle link until D names a transfer; `reason`: for D, which closed it itself if ""."""
         if reason:
             self._ctx.answer(peer.connection, m.LinkDown(peer.link.number, reason))
+        self._abort(peer, now)
         peer.link.park(now)
-        peer.unconfirmed.clear()
-        self.activate(peer)
 
     def order(self, peer: DecodePeer, key: str, order: Transmit, now: float, known: bool = True) -> None:
         """D has granted this send. `known`: P has this prompt."""
@@ -549,7 +547,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
             except LinkError as error:
                 self._broken(peer, error, now)
             if was_settled and peer.settled:
-                self.deactivate(peer)
+                self._active.pop(peer, None)
 
     @property
     def moving(self) -> bool:

@@ -29,7 +29,7 @@ of the message, because NCCL itself would not notice a wrong one.
 import secrets
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import MutableSet
+from collections.abc import Callable, MutableSet
 from dataclasses import dataclass
 from functools import cache
 from threading import get_ident
@@ -226,8 +226,7 @@ first time together. So one of them does, and the others wait."""
 _decoder = cache(msgspec.msgpack.Decoder)
 
 
-def encode_blob(blob: SetupBlob) -> bytes:
-    return msgspec.msgpack.encode(blob)
+encode_blob: Callable[[SetupBlob], bytes] = msgspec.msgpack.encode
 
 
 def decode_blob(blob: bytes, kind: type[_AnyBlob]) -> _AnyBlob:

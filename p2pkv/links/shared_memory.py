@@ -34,7 +34,7 @@ COMMITTED, NBYTES, TAKEN = 0, 1, 8
 
 _SEQUENCE_BITS = 24
 _NAME = "p2pkv-arena"
-_SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
+_SEALS = sum(int(getattr(fcntl, f"F_SEAL_{what}", 0)) for what in ("SHRINK", "GROW", "SEAL"))
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Text = Annotated[str, Meta(max_length=64)]
@@ -121,7 +121,7 @@ def _map_new(fd: int, size: int, window: int) -> Arena:
     try:
         os.ftruncate(fd, size)
         # Sealed, so that no end can make the other one's mapping fault by shrinking the file.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         memory = mmap.mmap(fd, size)
     except BaseException:
         os.close(fd)
@@ -153,7 +153,7 @@ def _map_peer(fd: int, offer: SharedArena, window: int, nonce: bytes) -> Arena:
     if status.st_size != arena_bytes(window):
         raise LinkError(f"the peer's memory has {status.st_size} bytes, not {arena_bytes(window)}")
     try:
-        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _seals() != _seals():
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise LinkError("the peer's memory is not sealed against being resized")
         arena = Arena(mmap.mmap(fd, status.st_size), window, mmap.MADV_REMOVE)
     except OSError as error:
@@ -195,10 +195,6 @@ def _greeting(nonce: bytes) -> int:
 def _nonce_words(nonce: bytes) -> tuple[int, int]:
     assert len(nonce) == NONCE_BYTES
     return int.from_bytes(nonce[:8], sys.byteorder), int.from_bytes(nonce[8:], sys.byteorder)
-
-
-def _seals() -> int:
-    return sum(int(getattr(fcntl, name)) for name in _SEALS)
 
 
 _lock = threading.Lock()

@@ -55,11 +55,8 @@ class Watchdog:
             times = rescued[1] if rescued[0] == began else 0
             if now - began > (times + 1) * self._seconds:
                 rescued = began, times + 1
-                self._rescue(now - began, wherever=times > 0)
-
-    def _rescue(self, seconds: float, wherever: bool) -> None:
-        reason = (
-            f"the engine has been in one turn for {seconds:.1f} s: it hangs in a call to the device, "
-            "which may wait for a peer's kernels"
-        )
-        self._links.rescue(reason, wherever)
+                reason = (
+                    f"the engine has been in one turn for {now - began:.1f} s: it hangs in a call to the "
+                    "device, which may wait for a peer's kernels"
+                )
+                self._links.rescue(reason, wherever=times > 0)

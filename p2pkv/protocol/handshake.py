@@ -211,10 +211,18 @@ def negotiate(mine: Hello, theirs: Hello) -> Plan:
     ranks = theirs.cache.ranks
     if ranks != len(theirs.addresses):
         raise Refused(f"{theirs.address} names {len(theirs.addresses)} ranks, but its cache lies on {ranks}")
-    if theirs.role == "P":
-        _check_places(theirs)
+    for place in theirs.addresses if theirs.role == "P" else ():  # D will dial them
+        try:
+            Address.parse(place)
+        except PairingError as error:
+            raise Refused(f"{theirs.address} names a rank that cannot be dialed: {error}") from None
     alike = f"serve the same model (here {mine.model}, there {theirs.model}), configured alike"
-    weights = "weights", mine.weights, theirs.weights, alike + _drafters(mine, theirs)
+    if drafts := DRAFTER in mine.weights + theirs.weights:
+        alike += (
+            " with the same --speculative-config on both sides, or on neither: a drafter guesses badly "
+            "without the KV of the prompt that the same drafter has on P"
+        )
+    weights = "weights", mine.weights, theirs.weights, alike
     same: list[tuple[str, object, object, str]] = [
         ("links", mine.link, theirs.link, SAME_LINK),
         ("numbers of KV groups", len(mine.cache.groups), len(theirs.cache.groups), SAME_ALLOCATOR),
@@ -228,8 +236,8 @@ def negotiate(mine: Hello, theirs: Hello) -> Plan:
         advice = "a CPU and a GPU compute different ones; leave `verify` out on both sides"
         same.append(("checksums", mine.digest, theirs.digest, advice))
     # The weights' name has the configuration in it, of which the cache of the same model says more.
-    alone = mine.model == theirs.model and DRAFTER not in mine.weights + theirs.weights
-    for what, here, there, advice in [*same, weights] if alone else [weights, *same]:
+    last = mine.model == theirs.model and not drafts
+    for what, here, there, advice in [*same, weights] if last else [weights, *same]:
         if here != there:
             raise Refused(f"{_differ(what, mine, theirs, here, there)}; {advice}")
     for number, (ours, others) in enumerate(zip(mine.cache.groups, theirs.cache.groups, strict=True)):
@@ -288,16 +296,6 @@ def _same_of_groups(mine: KvGroup, theirs: KvGroup) -> list[tuple[str, object, o
     ]
 
 
-def _drafters(mine: Hello, theirs: Hello) -> str:
-    """What to do besides, where one of the two has a drafter that keeps KV."""
-    if DRAFTER not in mine.weights + theirs.weights:
-        return ""
-    return (
-        " with the same --speculative-config on both sides, or on neither: a drafter guesses badly without "
-        "the KV of the prompt that the same drafter has on P"
-    )
-
-
 def _rows(group: KvGroup) -> str:
     if group.once:
         return "one"
@@ -322,15 +320,6 @@ def _advice(mine: KvGroup, theirs: KvGroup) -> str:
         "pages of a codec that p2pkv cannot undo travel whole, so use the same kind of CPU or GPU, and set "
         "the same --dtype, --kv-cache-dtype and --block-size"
     )
-
-
-def _check_places(prefill: Hello) -> None:
-    """D will dial P's other ranks. Raises Refused if one of them cannot be dialed."""
-    for place in prefill.addresses:
-        try:
-            Address.parse(place)
-        except PairingError as error:
-            raise Refused(f"{prefill.address} names a rank that cannot be dialed: {error}") from None
 
 
 def other_versions(mine: Hello, theirs: Hello | UnknownHello) -> str:

@@ -138,7 +138,7 @@ class Listener:
 
     async def _look(self) -> None:
         """Takes in one failed handshake."""
-        failure = security.failure_of(*security.event_of(await self._failures.recv_multipart()))
+        failure = security.failure_of(await self._failures.recv_multipart())
         self.shut_out += 1
         if failure.spoke:
             refused = f"a connection to {self.endpoint} was refused"

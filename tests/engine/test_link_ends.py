@@ -132,6 +132,7 @@ def test_an_answer_to_an_invitation_that_was_given_up_comes_too_late() -> None:
 
     given_up = link.invite(now=0.0)
     _, late = d.accept(given_up.blob, WINDOW)
+    link.abort(now=2.0)
     link.park(now=2.0)
     link.accept(m.LinkAccept(given_up.link, WINDOW, late))
     assert not link.poll() and not link.linked

@@ -167,7 +167,7 @@ FILES = [
     "plan.py",
 ]
 ERRORS = {"ConfigError", "Refused", "ShardingError"}
-OTHER = {"negotiate", "_check_places", "make_plan", "_check_same"}
+OTHER = {"negotiate", "make_plan", "_check_same"}
 """Two instances that are not of one model, are configured differently, or describe themselves wrongly."""
 
 

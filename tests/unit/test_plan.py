@@ -149,7 +149,7 @@ def test_one_edge_of_a_group_for_a_pair_of_ranks_and_both_sides_see_it(shapes: t
     pairs = [(edge.source, edge.target, edge.group) for edge in plan.edges]
     assert pairs == sorted(set(pairs))
     sent = [edge for rank in range(plan.prefill[0].world) for edge in plan.from_source(rank)]
-    received = [edge for rank in range(plan.decode_ranks) for edge in plan.to_target(rank)]
+    received = [edge for rank in range(plan.decode[0].world) for edge in plan.to_target(rank)]
     assert tuple(sent) == plan.edges
     assert sorted(received, key=lambda edge: (edge.source, edge.target, edge.group)) == sent
 
