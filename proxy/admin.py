@@ -110,7 +110,10 @@ async def drain(proxy: Proxy, request: web.Request, *, drained: bool) -> web.Res
     try:
         wanted = Address.parse(request.match_info["address"])
         if drained and "move_after" in request.query:
-            seconds = _seconds(request.query["move_after"])
+            text = request.query["move_after"]
+            if not 0 <= (seconds := float_of(text)) <= _LONGEST_DRAIN:
+                most = f"{_LONGEST_DRAIN:g}"
+                raise ValueError(f"move_after is {text!r}: give seconds from 0 to {most}, such as 30")
     except ValueError as error:
         raise ProxyError(400, f"{error}.") from None
     meant = [each for each in proxy.instances() if Address.parse(each.ping.http_address) == wanted]
@@ -123,13 +126,6 @@ async def drain(proxy: Proxy, request: web.Request, *, drained: bool) -> web.Res
     if seconds is not None:
         asyncio.get_running_loop().call_later(seconds, proxy.move_away, meant)
     return web.json_response({"instances": [described(proxy, each) for each in meant]})
-
-
-def _seconds(text: str) -> float:
-    seconds = float_of(text)
-    if not 0 <= seconds <= _LONGEST_DRAIN:
-        raise ValueError(f"move_after is {text!r}: give seconds from 0 to {_LONGEST_DRAIN:g}, such as 30")
-    return seconds
 
 
 # Of the pairs that have worked together, the busiest.

@@ -74,7 +74,7 @@ class TokenGaps:
 
 
 class StreamTimer:
-    """Measures one streamed answer while it is relayed; `events`: of it, so far."""
+    """Measures one streamed answer, which has begun with `head`, while it is relayed; `events`: so far."""
 
     def __init__(self, gaps: TokenGaps, clock: Callable[[], float], head: bytes) -> None:
         self._gaps = gaps
@@ -221,10 +221,6 @@ class Metrics:
         if pair in self.pairs or len(self.pairs) < _MAX_PAIRS:
             self.pairs[pair] += 1
 
-    def pace(self, instance: str, head: bytes) -> StreamTimer:
-        """For one streamed answer of this instance, which has begun with `head`."""
-        return StreamTimer(self.gaps[instance], self.clock, head)
-
     # What the dashboard shows.
 
     @property
@@ -363,7 +359,7 @@ class RequestRecord:
         if not again:
             self.first_token_after = self.seconds
             self.metrics.first_token(instance, way, self.first_token_after, self.tenant)
-        return self.metrics.pace(instance, head)
+        return StreamTimer(self.metrics.gaps[instance], self.metrics.clock, head)
 
     def end(self, outcome: RequestEnd) -> None:
         """What became of it; the first call counts."""

@@ -101,9 +101,10 @@ class Relay:
         self._error = b""
         """The instance's own, as an event; b"" if it sent none."""
 
-    def interrupt(self, why: str, status: int = 502) -> None:
-        """Breaks the answer off with an error, for a reason that lies elsewhere."""
-        self._close(None, why, status)
+    def interrupt(self, why: str, status: int = 502, end: CallEnd | None = None) -> None:
+        """Breaks the answer off with an error; `end`: how the instance ends it. None: the reason is another."""
+        self._end, self._why, self._status = end, why, status
+        self.answer.close()
 
     def move(self) -> bool:
         """Ends the instance's part, so that another one goes on, if one can: the instance is to be free. One
@@ -111,12 +112,9 @@ class Relay:
         sent_all = self.answer.content.is_eof()
         moves = self.transcript is not None and self.transcript.movable and not sent_all
         if moves:
-            self._close(CallEnd.STOPPED, "The decode instance was drained, and no other could go on.")
+            why = "The decode instance was drained, and no other could go on."
+            self.interrupt(why, end=CallEnd.STOPPED)
         return moves
-
-    def _close(self, end: CallEnd | None, why: str, status: int = 502) -> None:
-        self._end, self._why, self._status = end, why, status
-        self.answer.close()
 
     async def run(self) -> web.StreamResponse:
         """Relays the answer to its end, or until either side breaks."""
@@ -150,7 +148,7 @@ class Relay:
         if instance >= self.most_silence:
             why = f"The decode instance has sent nothing for {self.most_silence:g} s."
             self.most_silence = math.inf
-            self._close(CallEnd.LATE, why, 504)
+            self.interrupt(why, 504, CallEnd.LATE)
         if client >= STALL_SECONDS:
             logger.info("a client has read nothing for %g s: its connection is closed", STALL_SECONDS)
             hang_up(self.request)

@@ -33,7 +33,7 @@ from p2pkv_proxy.exposition import Exposition
 from p2pkv_proxy.first_token import REASONS
 from p2pkv_proxy.limits import RequestCounters
 from p2pkv_proxy.membership.instance import STATES, Instance
-from p2pkv_proxy.metrics import OUTCOMES, Metrics, quantiles, trace_id_of
+from p2pkv_proxy.metrics import OUTCOMES, Metrics, StreamTimer, quantiles, trace_id_of
 from p2pkv_proxy.routing import Choice
 from p2pkv_proxy.tracing import JsonLines, NoTracing, Spans
 from support.waiting import eventually
@@ -246,7 +246,8 @@ def test_an_instances_series_end_when_it_has_been_gone_for_long(monkeypatch: pyt
     for instance in (p, d):
         metrics.record_outcome(instance, True)
     metrics.first_token(d.ping.http_address, "pair", 0.1)
-    metrics.pace(d.ping.http_address, b"data: x\n\n").chunk_arrived(b"data: y\n\n")
+    timer = StreamTimer(metrics.gaps[d.ping.http_address], metrics.clock, b"data: x\n\n")
+    timer.chunk_arrived(b"data: y\n\n")
     both = {p.ping.http_address, d.ping.http_address}
     assert shown() == both
     here.remove(d)
@@ -296,7 +297,7 @@ def test_what_nobody_scrapes_does_not_grow_either() -> None:
 def test_gaps_fall_into_the_right_buckets() -> None:
     now = 0.0
     metrics = Metrics(lambda: now)
-    pace = metrics.pace("d", b"")
+    pace = StreamTimer(metrics.gaps["d"], metrics.clock, b"")
     for gap in (0.001, 0.004, 0.004, 99.0):
         now += gap
         pace.chunk_arrived(b"data: x\n\ndata: y\n\n")
