@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any, ClassVar, Protocol
 
@@ -157,13 +157,8 @@ def take_stream(device: int, first: bool = False) -> int:
     those, work that waits for a peer could stand before a model's work. `first`: with the greatest priority,
     so that the few blocks of its kernels, for which a peer's kernels wait, do not queue for a place behind
     the model's. Raises RuntimeError."""
-    try:
+    with suppress(KeyError, IndexError):
         return _idle_streams[device, first].popleft()
-    except (KeyError, IndexError):
-        return _make_stream(first)
-
-
-def _make_stream(first: bool) -> int:
     handle, priority = ctypes.c_void_p(), ctypes.c_int(0)
     if first:
         least = ctypes.c_int(0)

@@ -204,12 +204,9 @@ def _shared(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need
             end = number * total - before * len(holders)
             last = min(layers, max(0, (2 * end + width * len(holders)) // (2 * width * len(holders))))
             if last > first:
-                yield holder, need._replace(layer=_some(need.layer, first, last))
+                whole = need.layer
+                cells = Interval(whole.cells.start + first, whole.cells.start + last)
+                places = whole.in_source + first, whole.in_target + first
+                yield holder, need._replace(layer=Overlap(whole.part, whole.target, cells, *places))
                 first = last
         before += width * layers
-
-
-def _some(layer: Overlap, first: int, last: int) -> Overlap:
-    """The layers [first, last) of an overlap, counted from its start."""
-    cells = Interval(layer.cells.start + first, layer.cells.start + last)
-    return Overlap(layer.part, layer.target, cells, layer.in_source + first, layer.in_target + first)

@@ -191,18 +191,15 @@ class ProducerScheduler(ConnectorScheduler):
         of a MultiConnector loads during the step.
         """
         prompt = self._prompts.get(request.request_id)
-        if prompt is not None and not (prompt.offered or prompt.stale or self._may_begin(prompt)):
-            return False
+        if prompt is not None and not (prompt.offered or prompt.stale):  # its blocks will wait for its D
+            name, tokens = request.request_id, request.num_prompt_tokens
+            if self._held.full(prompt.paired.decode):
+                self._quota.leave(name)  # others need not wait behind it
+                return False
+            if not self._quota.admits(name, tokens, other_blocks=self._held.all):
+                return False
         self._looked_up[request.request_id] = request, local
         return True
-
-    def _may_begin(self, prompt: _Prompt) -> bool:
-        """Whether its blocks may wait here for its D."""
-        request = prompt.request
-        if self._held.full(prompt.paired.decode):
-            self._quota.leave(request.request_id)  # others need not wait behind it
-            return False
-        return self._quota.admits(request.request_id, request.num_prompt_tokens, other_blocks=self._held.all)
 
     def allocated(self, request: Request) -> None:
         if prompt := self._prompts.get(request.request_id):

@@ -431,7 +431,12 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
             return
         if old is not None:
             self._drop(old, f"{hello.address} is gone: it has restarted or reconnected", now)
-        self._make_room(connection, now)
+        if isinstance(connection.tag, DecodePeer) and connection.tag in self:
+            self._drop(connection.tag, f"{connection.tag.address} introduces itself as another", now)
+        if len(self) >= MAX_PEERS:
+            peers = list(self)
+            idle = next((peer for peer in peers if not peer.link.busy), peers[0])
+            self._drop(idle, f"{idle.address} makes room for another", now)
         edges = plan.from_source(mine.rank)
         owed = [edge for edge in edges if edge.target == hello.rank]
         # D may have come ahead of any request: no other link has to go for that.
@@ -445,15 +450,6 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         self.add(peer)
         log_connected(hello, formats, peer.verify)
         self.invite(peer, now)
-
-    def _make_room(self, connection: Connection, now: float) -> None:
-        """Forget what this connection was before, and a peer if there are too many."""
-        if isinstance(connection.tag, DecodePeer) and connection.tag in self:
-            self._drop(connection.tag, f"{connection.tag.address} introduces itself as another", now)
-        if len(self) >= MAX_PEERS:
-            peers = list(self)
-            idle = next((peer for peer in peers if not peer.link.busy), peers[0])
-            self._drop(idle, f"{idle.address} makes room for another", now)
 
     def heartbeat(self, peer: DecodePeer, wants: bool, now: float) -> None:
         peer.alive(wants, now)

@@ -92,12 +92,6 @@ def advice(error: NcclError, version: int) -> str:
     return f"; if P and D share a GPU: {way} (docs/operations.md)"
 
 
-def _variable(variable: str) -> int | None:
-    """The environment's number of this name; None if there is none that NCCL would take."""
-    value = os.environ.get(variable, "")
-    return int(value) if value.isdecimal() and int(value) > 0 else None
-
-
 # nccl4py's communicators do not block, so that one can always be aborted. Only its low-level module is used:
 # `nccl.core` would need cuda-bindings and its own buffer objects.
 
@@ -137,8 +131,10 @@ class Nccl:
         self._nccl = nccl
         self._most = min(channels, MOST_CTAS)
         self.binding = binding
+        given = os.environ.get(MAX_CTAS, "")
+        most = int(given) if given.isdecimal() and int(given) > 0 else self._most  # as NCCL takes it
         # NCCL makes it a power of two, for sends and receives (ncclTopoComputeP2pChannels, paths.cc).
-        self.channels = 1 << ((_variable(MAX_CTAS) or self._most) - 1).bit_length()
+        self.channels = 1 << (most - 1).bit_length()
 
     def version(self) -> int:
         """The loaded library's number, 23203 for 2.32.3."""

@@ -166,7 +166,12 @@ class Opening:
             stream = self.stream = self._shared.device.stream()
             comm = self._shared.nccl.init(2, self._unique_id, self._rank)
             self._settle(comm)
-            self._carry_first_message(comm, stream)
+            self.queue(comm, [self._shared.pool.scratch[:FIRST_MESSAGE_BYTES]])
+            self._settle(comm)
+            event = stream.record()
+            while not event.ready():
+                self._pause()
+                self._settle(comm)
             logger.info(
                 "an NCCL communicator came up in %.2f s; the device has %.1f MiB less than before",
                 time.monotonic() - self._began,
@@ -199,14 +204,6 @@ class Opening:
         with nccl.group() if len(buffers) > 1 else nullcontext():
             for buffer in buffers:
                 call(buffer.data_ptr(), buffer.numel(), peer, comm, self.stream.number)
-
-    def _carry_first_message(self, comm: Comm, stream: CudaStream) -> None:
-        self.queue(comm, [self._shared.pool.scratch[:FIRST_MESSAGE_BYTES]])
-        self._settle(comm)
-        event = stream.record()
-        while not event.ready():
-            self._pause()
-            self._settle(comm)
 
     def _settle(self, comm: Comm) -> None:
         while (state := self._shared.nccl.async_error(comm)) == IN_PROGRESS:

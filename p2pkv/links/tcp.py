@@ -159,7 +159,14 @@ class TcpOutbound(Outbound):
         self._gone = 0  # bytes of the first outgoing send in the kernel's hands, its header included
         self._unsaid = bytearray(MAGIC + hello)
         self._received = bytearray()
-        self._pool: MappedPool | None = _new_pool(share.budget.limit)
+        # A pool of its own, which an abort never hands to another link. Untouched pages cost nothing.
+        limit = share.budget.limit
+        size = -(-aligned(limit) // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise LinkError(f"no memory for a link's staging of {limit} bytes: {error}") from error
+        self._pool: MappedPool | None = MappedPool(memory, 0, limit, mmap.MADV_DONTNEED)
         self._socket = _connect(address)
 
     def reserve(self, nbytes: int, remote_slot: int) -> TcpSend | None:
@@ -258,16 +265,6 @@ class TcpOutbound(Outbound):
         for _ in range(count - self.taken):
             self._pool.give(self._unfinished.popleft().offset)
         self.taken = count
-
-
-def _new_pool(nbytes: int) -> MappedPool:
-    """A pool of the link's own: an abort never hands it to another link. Untouched pages cost nothing."""
-    size = -(-aligned(nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-    try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise LinkError(f"no memory for a link's staging of {nbytes} bytes: {error}") from error
-    return MappedPool(memory, 0, nbytes, mmap.MADV_DONTNEED)
 
 
 def _connect(address: tuple[str, int]) -> socket.socket:
