@@ -102,7 +102,7 @@ class Relay:
         """The instance's own, as an event; b"" if it sent none."""
 
     def interrupt(self, why: str, status: int = 502, end: CallEnd | None = None) -> None:
-        """Breaks the answer off with an error; `end`: how the instance ends it. None: the reason is another."""
+        """Breaks the answer off with an error; `end`: how the instance ends it; None: it is well."""
         self._end, self._why, self._status = end, why, status
         self.answer.close()
 

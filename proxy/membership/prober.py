@@ -95,10 +95,9 @@ class Prober:
             if instance.left is None and self._overdue(instance, now := self._clock()):
                 if self._complaints.admits(instance.name):
                     logger.warning(
-                        "%s has not pinged for %.0f s, but its /health answers: its engine may hang, so "
-                        "requests that it has not begun to answer go to others, where there are any",
-                        instance,
-                        now - instance.last_seen,
+                        f"{instance} has not pinged for {now - instance.last_seen:.0f} s, but its /health "
+                        "answers: its engine may hang, so requests that it has not begun to answer go to "
+                        "others, where there are any"
                     )
                 instance.lost("hung")
         except (aiohttp.ClientError, OSError) as error:
@@ -136,10 +135,8 @@ class Prober:
             new = not (instance.context or is_ours(error))
             if new and self._complaints.admits(("health", instance.name)):
                 logger.warning(
-                    "%s gets no requests: its /health cannot be asked from here (%r); is its `host` one "
-                    "that this machine reaches, and http_port its --port?",
-                    instance,
-                    error,
+                    f"{instance} gets no requests: its /health cannot be asked from here ({error!r}); is its "
+                    "`host` one that this machine reaches, and http_port its --port?"
                 )
         except Exception:  # one instance's answer must not end the probing of all
             logger.exception("%s could not be probed", instance)

@@ -178,12 +178,9 @@ class Registry:
         self.claims_refused += 1
         if self._complaints.admits("claim", now):
             logger.warning(
-                "%s refused (%d such pings so far): this address or its ZMQ address %s belongs to %s, "
-                "which is alive; each instance needs addresses of its own",
-                newcomer,
-                self.claims_refused,
-                newcomer.zmq_address,
-                holder,
+                f"{newcomer} refused ({self.claims_refused} such pings so far): this address or its ZMQ "
+                f"address {newcomer.zmq_address} belongs to {holder}, which is alive; each instance needs "
+                "addresses of its own"
             )
 
     def _leave(self, known: Instance | None, leaver: Instance, now: float) -> None:
@@ -236,11 +233,8 @@ class Registry:
         silent = {each for each in self._instances.values() if each.silent(now)}
         for instance in silent - self._silent:
             logger.warning(
-                "%s is silent: no ping for %.0f s, but its connection stands; others are preferred, "
-                "and it is removed after %.0f s",
-                instance,
-                now - instance.last_seen,
-                self.lease,
+                f"{instance} is silent: no ping for {now - instance.last_seen:.0f} s, but its connection "
+                f"stands; others are preferred, and it is removed after {self.lease:.0f} s"
             )
         for instance in self._silent - silent:
             if self._instances.get(instance.key) is instance:
