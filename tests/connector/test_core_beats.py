@@ -174,13 +174,9 @@ def test_a_sender_ends_with_what_it_speaks_for() -> None:
 
 def beat_of(instance: Instance, requests: queue.Queue[Any], running: bool = True) -> Beat:
     core = SimpleNamespace(scheduler=instance.scheduler, input_queue=requests, is_running=lambda: running)
-    return state_of(
-        core,
-        steps=1,
-        transfers=False,
-        orphaned=False,
-        is_loaded=instance.scheduler.connector.consumer.is_loaded,
-    )
+    consumer = instance.scheduler.connector.consumer
+    is_loaded = consumer.is_loaded if consumer is not None else lambda _: False
+    return state_of(core, steps=1, transfers=False, orphaned=False, is_loaded=is_loaded)
 
 
 def test_work_is_what_vllm_has_to_step_for_and_requests_that_nobody_takes() -> None:
