@@ -194,15 +194,6 @@ def steps(out: Path) -> list[Step]:
         table("nccl", "a push over NCCL beside NCCL alone, on one card (table below)"),
         tokens("first tokens", "0", "0", 1),
         table("ipc", "a push over link: ipc beside a plain copy, on one card (table below)"),
-        Step(
-            "communicator",
-            "what NCCL allocates for a link, by its own log",
-            (python, "tests/gpu/communicator.py", "--json", str(out / "communicator.json")),
-            1,
-            60.0,
-            wheels,
-            boxes=("NCCL's own log of what it allocates for a communicator, beside what the card has less",),
-        ),
         pushes(
             "two cards",
             "the same as on one card between two cards",

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gpu import communicator, first_day, first_tokens, mps, push_table
+from gpu import first_day, first_tokens, mps, push_table
 from gpu.first_day import Step, blocks, run_all
 from gpu.page import Table, markdown
 from gpu.tables import mps_phrase, push_blocks, token_blocks
@@ -180,36 +180,6 @@ def test_the_push_table_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert min(rate for row in measured["rows"] for rate in row["push"]) > 0
     assert len(measured["short"][str(512 << 10)]) == push_table.SHORT_REPEAT
     assert len(push_blocks([measured])) == 4
-
-
-LOG = """
-0 NCCL INFO channel.cc:44 (initChannel) Cuda CallocAsync Size 64 pointer 0x7f0 memType 2
-0 NCCL INFO channel.cc:48 (initChannel) Cuda CallocAsync Size 32 pointer 0x7f1 memType 2
-0 NCCL INFO init.cc:640 (devCommSetup) Cuda Host Alloc Size 1048576 pointer 0x7f2
-0 NCCL INFO p2p.cc:256 (ncclP2pAllocateShareableBuffer) Allocated shareable buffer 0x7 size 9637888 ipcDesc
-0 NCCL INFO 8 coll channels, 8 collnet channels, 0 nvls channels, 8 p2p channels, 2 p2p channels per peer
-0 NCCL INFO Channel 00/1 : 0[0] -> 1[0] via P2P/CUMEM
-"""
-
-
-def test_nccls_log_tells_what_a_communicator_takes(tmp_path: Path) -> None:
-    (tmp_path / "1").write_text(LOG)
-    assert communicator.read(tmp_path) == [
-        {
-            "bytes": {"initChannel": 4 << 20, "ncclP2pAllocateShareableBuffer": 10 << 20},
-            "channels": [(8, 8, 2)],
-            "ways": ["P2P/CUMEM"],
-        }
-    ]
-
-
-def test_the_communicators_step_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = str(tmp_path / "out.json")
-    monkeypatch.setattr(sys, "argv", ["communicator.py", "--link", "host", "--json", out])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(communicator.__file__, run_name="__main__")
-    data = json.loads((tmp_path / "out.json").read_text())
-    assert ended.value.code == 0 and data["links"] == [0, 0, 0, 0] and data["log"] == []
 
 
 def test_a_model_of_another_geometry_has_no_weights(tmp_path: Path) -> None:
