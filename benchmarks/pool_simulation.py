@@ -28,7 +28,7 @@ from msgspec.structs import replace
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from bench_fleet import ModelledPrompt, Source
+from bench_fleet import ModelledPrompt
 from fleet_engines import VirtualLoop
 
 from p2pkv.control.discovery import Ping, Workload
@@ -197,7 +197,7 @@ class Proxy:
         self.admission = Admission(self.router, Limits(), RequestCounters(), loop.time)
 
     def join(self, ping: Ping) -> None:
-        instance = self.registry.observe(ping, 0.0, Source())
+        instance = self.registry.observe(ping, 0.0)
         assert instance is not None
         instance.healthy, instance.life = True, float("inf")
 
@@ -262,7 +262,7 @@ class Pool:
 
     def _reported(self, ping: Ping) -> None:
         for proxy in self.proxies:
-            proxy.registry.observe(ping, self.loop.time(), Source())
+            proxy.registry.observe(ping, self.loop.time())
 
     async def client(self, mix: str, until: float) -> None:
         while self.loop.time() < until:
