@@ -29,11 +29,11 @@ def words() -> int:
 def weighed() -> list[tuple[str, int, int]]:
     """What is weighed, its weight, its limit."""
     return [
-        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 21_843),
-        ("lines of proxy", lines("proxy"), 9_820),
+        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 21_815),
+        ("lines of proxy", lines("proxy"), 9_819),
         ("lines of tests", lines("tests"), 59_505),
         ("lines of benchmarks", lines("benchmarks"), 3_668),
-        ("words of README.md and docs/", words(), 21_880),
+        ("words of README.md and docs/", words(), 21_820),
     ]
 
 
