@@ -131,7 +131,7 @@ class _Connection(ResponseHandler):
     """Also ends an answer of which aiohttp could not read a chunk: who reads it would wait for ever."""
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        answer = self._payload
+        answer = getattr(self, "_payload", None)  # aiohttp's own
         super().connection_lost(exc)
         if answer is not None and not answer.is_eof() and answer.exception() is None:
             answer.set_exception(aiohttp.ClientPayloadError("it has a chunk that cannot be read"))
