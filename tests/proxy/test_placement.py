@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import proxy_behaviours
 import proxy_fakes
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from proxy_behaviours import after
 from proxy_fakes import deployed, join, ping, prompt_of
 from test_continuation import COMPLETION, ask, generates, same, whole
@@ -298,7 +298,7 @@ async def test_who_waits_to_go_on_elsewhere_counts_as_no_prompt_meanwhile() -> N
 
 def report(registry: Registry, instance: Instance, now: float, **work: Any) -> None:
     work = {"age": 0.0} | work
-    registry.observe(msgspec.structs.replace(instance.ping, workload=Workload(**work)), now)
+    registry.observe(replace(instance.ping, workload=Workload(**work)), now, instance.source)
 
 
 def two_proxies() -> list[tuple[Router, Registry, list[Instance]]]:
