@@ -14,6 +14,7 @@ from p2pkv.protocol.messages import PromptOwner, Redirect, encode
 from p2pkv.protocol.state_machine import RemoteProtocolError
 from support.connector.instances import BLOCK, inner_id, pair_id, tokens
 from support.connector.real_ranks import ask, finish, run
+from support.engine.engines import on_engine_thread
 from support.hostile import dealer
 
 
@@ -88,9 +89,15 @@ def test_referrals_to_engines_of_other_instances_are_refused(engines: Any) -> No
     loads = d.workers[0].rank.core.roles[0].transfers
     with pytest.raises(RemoteProtocolError, match="no engine of"):
         loads.redirected(peer, Redirect("k", 1, "10.0.0.9:21001"), 0.0)
-    for number in range(MAX_RELEASES + 10):  # of requests that it does not have
-        loads.redirected(peer, Redirect(f"k{number}", 1, str(group[1].address)), 0.0)
-    assert len(loads.entries) == MAX_RELEASES
+    counts: list[int] = []
+
+    def refer_requests_that_d_does_not_have() -> None:
+        for number in range(MAX_RELEASES + 10):
+            loads.redirected(peer, Redirect(f"k{number}", 1, str(group[1].address)), 0.0)
+        counts.append(len(loads.entries))
+
+    on_engine_thread(d.workers[0].rank, refer_requests_that_d_does_not_have)
+    assert counts == [MAX_RELEASES]
 
 
 def test_an_id_that_names_another_instance_is_served_alone(
