@@ -239,7 +239,7 @@ def take_memory(
     if device.type != "cuda" or not nbytes:
         return plain(nbytes)
     try:
-        # A thread of its own, as vLLM 0.33 has this one take memory that stays taken when an instance sleeps.
+        # In another thread: vLLM 0.33 gives this one memory of its sleep mode's pool, which it never frees.
         with ThreadPoolExecutor(1) as thread:
             block = allocate(nbytes) if allocate is not None else thread.submit(plain, nbytes).result()
     except (torch.OutOfMemoryError, MemoryError):

@@ -127,7 +127,7 @@ async def _reused(_: aiohttp.ClientSession, context: Any, __: aiohttp.TraceConne
         context.trace_request_ctx.append(True)
 
 
-class _Connection(ResponseHandler):
+class _InstanceConnection(ResponseHandler):
     """Also ends an answer of which aiohttp could not read a chunk: who reads it would wait for ever."""
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -141,7 +141,7 @@ def _session(**connections: Any) -> aiohttp.ClientSession:
     watch = aiohttp.TraceConfig()
     watch.on_connection_reuseconn.append(_reused)
     connector = aiohttp.TCPConnector(limit=0, socket_factory=_socket, **connections)
-    connector._factory = cast("Any", partial(_Connection, connector._loop))
+    connector._factory = cast("Any", partial(_InstanceConnection, connector._loop))
     return aiohttp.ClientSession(
         connector=connector,
         timeout=aiohttp.ClientTimeout(total=None, connect=_REACH_SECONDS, sock_connect=_CONNECT_SECONDS),

@@ -45,8 +45,8 @@ def _socket_name(rank: str) -> str:
 
 
 class BeatListener:
-    """A rank's end. `rank`: its address. Without the socket no beat comes, which is logged. From the first on
-    the kernel takes nothing from other sockets, which could leave no room for beats."""
+    """A rank's end. `rank`: its address. Without the socket no beat comes, which is logged. After the first
+    beat the kernel refuses what other sockets send, which could leave no room for beats."""
 
     def __init__(self, rank: str) -> None:
         parent = multiprocessing.parent_process()

@@ -33,7 +33,8 @@ MAX_TRIES = 3
 """How often a request asks ranks of one P anew whose Hellos contradict each other."""
 
 MAX_RELEASES = 1024
-"""How many ended requests D still has engines of P release, to which it was referred; a lease ends others."""
+"""The most ended requests of which D still tells the engine of P that has them that nothing is wanted. Of
+others a lease ends there."""
 
 WAITING_AT_ONCE = 1024
 """Transfers that one `Heartbeat` names at most."""

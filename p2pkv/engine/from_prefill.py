@@ -191,7 +191,10 @@ class InboundLink:
         if self._inbound is None or not self.waiting:
             return None
         if self.waiting[0].reserve:
-            self.waiting = deque(sorted(self.waiting, key=lambda each: each.reserve > 0))
+            admitted = next((each for each in self.waiting if not each.reserve), None)
+            if admitted is not None:
+                self.waiting.remove(admitted)
+                self.waiting.appendleft(admitted)
         first = self.waiting[0]
         try:
             receive = self._inbound.take(first.chunk.nbytes, first.reserve)

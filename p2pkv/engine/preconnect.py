@@ -107,7 +107,7 @@ class Preconnect:
         self._partners = {address: left.pop(address, Partner(address)) for address in named}
         for partner in self._partners.values():
             partner.until = inf
-        for partner in left.values():  # more are no proxy's
+        for partner in left.values():  # no proxy knows more than 4,096 instances
             partner.until = min(partner.until, now + LEFT_SECONDS if len(left) <= 4096 else now)
         self._partners |= left
 

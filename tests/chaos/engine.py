@@ -44,7 +44,7 @@ MAX_TP = 2
 TURN_SECONDS = 0.003
 LOOK_SECONDS = 0.25
 LATE_SECONDS = 0.1 * schedule.LEASE
-"""Some hops of a request that are so late each take a lease, and nobody but the machine is to blame."""
+"""A request takes several hops between engines: ten that are so late, on a busy machine, last a lease."""
 
 
 class _Errors(logging.Handler):

@@ -506,7 +506,7 @@ InboundLink.sent: D launches each receive alone where P launches sends together
 ~ message.together or 1 => 1
 > tests/engine/test_prefetch.py::test_admitted_requests_go_before_it
 InboundLink.post: admitted requests wait behind what comes ahead
-~ key=lambda each: each.reserve > 0 => key=lambda each: 0
+~ if not each.reserve), None) => if each.reserve < 0), None)
 > tests/engine/test_cost.py
 PrefillPeers._post: the first grant waits until all receives are posted
 -                 effects.append(PostRemaining(peer))
