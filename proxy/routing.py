@@ -16,7 +16,7 @@ short prompt goes to 2 before 1.
 import itertools
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -222,7 +222,7 @@ class _FleetCache:
             raise NoInstance(_why_none(self.registry, "D"))
         if model not in self.bases:
             served = any(each.serves(model) for each in self.decoders)
-            if not served and any(model in each.names for each in _everyone(self.registry)):
+            if not served and any(model in each.names for each in _everyone(self.registry, self.bases)):
                 raise NoInstance(_NONE_SERVES.format(model))
             if self._alike:
                 model = None  # see `_serving`: as for a request that names none
@@ -461,7 +461,8 @@ class Router:
         absent = [_why_none(registry, role) for role in roles if not registry.routable(role, now)]
         if (served := [each.names for each in registry.routable("D", now)]) and all(served):
             names = frozenset[str]().union(*served)
-            lost = [each for each in _everyone(registry) if each.names and names.isdisjoint(each.names)]
+            everyone = _everyone(registry, names)
+            lost = (each for each in everyone if each.names and names.isdisjoint(each.names))
             absent += map(_NONE_SERVES.format, sorted({each.ping.model or min(each.names) for each in lost}))
         misfits = Counter((each.role, names) for each, names in registry.misfits().items())
         return absent + [
@@ -475,9 +476,11 @@ class Router:
         return bool(_matching(self._registry.routable("P", now), self._registry.routable("D", now)))
 
 
-def _everyone(registry: Registry) -> list[Instance]:
-    """Those of both roles, and those that left lately."""
-    return [*registry.known("P"), *registry.known("D"), *registry.lost]
+def _everyone(registry: Registry, served: Container[str]) -> list[Instance]:
+    """Those of both roles, and those that left lately; but no P whose base model D's have `served`: what only
+    it has is an adapter."""
+    everyone = [*registry.known("P"), *registry.known("D"), *registry.lost]
+    return [each for each in everyone if each.role != "P" or each.ping.model not in served]
 
 
 def _why_none(registry: Registry, role: Role) -> str:
