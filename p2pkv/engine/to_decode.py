@@ -41,7 +41,7 @@ MAX_ORDERS = 4096
 """The most grants of one rank of D that may wait here although they name a prompt that P does not have."""
 
 FORGOTTEN_SECONDS = 180.0
-"""Seconds without a transfer after which P closes its end: D has hung up by then, and P does not know."""
+"""Seconds without a transfer after which P forgets a rank: D has hung up by then, and P does not know."""
 
 
 class DecodeGone(Effect, frozen=True, eq=False):
@@ -602,12 +602,12 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
             log.info("closing the link to %s: %s", peer.address, IDLE_REASON)
             self._park(peer, now, IDLE_REASON)
         forgotten = max(FORGOTTEN_SECONDS, 2 * self._ctx.options.lease_seconds)
-        for peer in linked:
-            quiet = now - max(peer.wanted, peer.last_alive) > forgotten
-            if peer.link.linked and quiet and self.idle(peer, now):
-                self._park(peer, now, "it has been idle for long")
         for peer in self:
-            self.activate(peer)
+            if now - max(peer.wanted, peer.last_alive) > forgotten and self.idle(peer, now):
+                self._ctx.answer(peer.connection, m.LinkDown(peer.link.number, "it has been idle for long"))
+                self._drop(peer, f"{peer.address} has been silent for long", now)
+            else:
+                self.activate(peer)
 
     def leave(self, reason: str) -> None:
         """This rank stops: no rank of D is accepted any more."""

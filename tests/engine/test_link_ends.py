@@ -80,14 +80,18 @@ def test_idle_links_beyond_max_links_are_closed_and_built_again(side: str, most:
     assert value(one, "links_aborted") >= 4 and value(one, "transfers_failed") == 0
 
 
-def test_p_closes_a_link_when_d_has_long_hung_up() -> None:
+def test_p_forgets_a_d_that_has_long_hung_up() -> None:
     pair = VirtualPair(lease_seconds=LEASE)
     push(pair.p, pair.d, "k", salt=1)
     pair.clock.pass_by(IDLE_SECONDS + 2.0)
     assert value(pair.d, "links") == 0 and value(pair.p, "links") == 1, "nobody tells P"
     pair.clock.pass_by(FORGOTTEN_SECONDS)
-    assert value(pair.p, "links") == 0
+    assert value(pair.p, "links") == value(pair.p, "peers") == 0
     push(pair.p, pair.d, "again", salt=2)
+    pair.d.rank.stand_still(2 * FORGOTTEN_SECONDS)
+    pair.clock.pass_by(2 * FORGOTTEN_SECONDS)
+    assert value(pair.p, "peers") == 0
+    push(pair.p, pair.d, "after it was frozen", salt=3)
 
 
 def test_a_link_with_a_transfer_is_never_closed_as_idle() -> None:
