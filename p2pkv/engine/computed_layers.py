@@ -25,11 +25,14 @@ class ComputedLayers:
         """`layers`: in the rank's cache; `record`: makes a fence behind the current stream's work."""
         self.record = record
         self._layers = layers
+        self._last = self._reached = layers - 1
+        """The last layer with a hook, by the step before; that of the last hook that was called."""
         self.prompts: Prompts = ()
         """Of the step under way; () where `computed` is not to be called."""
         self._stride = 1
-        # The run of layers that are computed and that the engine does not know of.
-        self._run = 0, 0
+        # The runs of layers that are computed and that the engine does not know of, and how many layers.
+        self._runs = list[tuple[int, int]]()
+        self._count = 0
         self.failure = ""
         """Why no step may follow: vLLM's scheduler takes what one that failed should compute for computed."""
         self._whole = False
@@ -41,22 +44,25 @@ class ComputedLayers:
 
     def begin(self, prompts: Prompts, stride: int) -> None:
         """A step begins. `prompts`: () if it computes none that P sends; `stride`: layers of a message."""
-        self.prompts, self._stride, self._run = prompts, stride, (0, 0)
+        self.prompts, self._stride, self._count = prompts, stride, 0
+        self._runs.clear()
+        self._last = self._reached
         self._whole, self._handled = False, sys.exception()
         if prompts and stride < self._layers:
             self._launched = self.record()
 
     def computed(self, index: int, order: Order) -> None:
         """This layer's KV of the step is written, or queued on the current stream."""
-        if index != self._run[1]:
-            self._hand_over(order)
-            self._run = index, index
-        self._run = self._run[0], index + 1
-        full = (self._run[1] - self._run[0]) % self._stride == 0
+        first = index
+        if self._runs and self._runs[-1][1] == index:  # else layers without a hook lie between
+            first, _ = self._runs.pop()
+        self._runs.append((first, index + 1))
+        self._count, self._reached = self._count + 1, index
+        full = self._count % self._stride == 0
         # The last layer's too: the step's end may come only after sampling.
-        if index == self._layers - 1 or (full and not self._device_waits()):
+        if index == self._last or (full and not self._device_waits()):
             self._hand_over(order)
-        if (self._run[1] - self._run[0]) % self._stride == max(self._stride - BEHIND, 0):
+        if self._count % self._stride == max(self._stride - BEHIND, 0):
             self._launched = self.record()
 
     def _device_waits(self) -> bool:
@@ -65,10 +71,11 @@ class ComputedLayers:
         return self._launched is not PASSED and self._launched.ready()
 
     def _hand_over(self, order: Order) -> None:
-        first, stop = self._run
-        if stop > first:
-            order(do.Computed(self.prompts, first, stop, self.record()))
-        self._run = stop, stop
+        fence = self.record()
+        for first, stop in self._runs:
+            order(do.Computed(self.prompts, first, stop, fence))
+        self._runs.clear()
+        self._count = 0
 
     def ended(self) -> None:
         """vLLM says that the step's forward has ended: its V1 runner says so of one that has raised, too."""

@@ -156,8 +156,9 @@ class Core:
         self.commands.append(command)
 
     def layers_per_message(self, tokens: int) -> int:
-        """How many layers of so many tokens fill a message."""
-        return max(1, -(-self.context.options.chunk_bytes // self.context.cache.layer_bytes(tokens)))
+        """How many layers of so many tokens fill a message, on the average."""
+        cache = self.context.cache
+        return -(-self.context.options.chunk_bytes * cache.layer_count // max(1, cache.nbytes(tokens)))
 
     def revoke(self, keys: Iterable[str]) -> None:
         """These prompts' blocks will be overwritten: on return nothing reads them, and nothing will."""

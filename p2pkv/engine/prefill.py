@@ -97,8 +97,7 @@ class Prefill:
             entry.unoffered = True
             # Nothing of what fits one message is sent before its last layer: what is said of it meanwhile
             # only takes the forward thread's time.
-            layers = sum(len(numbers) for numbers in self._ctx.cache.layers)
-            if layers * self._ctx.cache.layer_bytes(command.tokens) > self._ctx.options.chunk_bytes:
+            if self._ctx.cache.nbytes(command.tokens) > self._ctx.options.chunk_bytes:
                 self._offer_prefetch(entry)
 
     def _offer_prefetch(self, entry: PromptEntry) -> None:

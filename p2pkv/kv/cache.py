@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -479,6 +479,7 @@ class RankCache:
             raise ValueError(f"KV groups on {[str(group.device) for group in groups]}: expected one device")
         self.groups = tuple(groups)
         self.layers = tuple(layers)
+        self.layer_count = len(set(chain(*self.layers)))
         self.device = groups[0].device
         some = next((group for group in groups if group.layers), groups[0])  # that this rank has layers of
         self.digest_name, self.digest, self.fence = some.digest_name, some.digest, some.fence
@@ -487,10 +488,11 @@ class RankCache:
         """Each group with its rows arranged by the codec of its number. Raises ValueError; see `seen_as`."""
         return tuple(seen_as(group, codec) for group, codec in zip(self.groups, codecs, strict=True))
 
-    def layer_bytes(self, tokens: int) -> int:
-        """Bytes of so many tokens in the smallest layer of this rank, at least 1."""
-        rows = [(each.heads * each.row_bytes, each.unit_tokens) for each in self.groups if each.layers]
-        return max(1, min(tokens * nbytes // unit for nbytes, unit in rows)) if rows else 1
+    def nbytes(self, tokens: int) -> int:
+        """Bytes of so many tokens on this rank, as if every window saw all of them."""
+        # A row of a whole request is a block of its own.
+        units = ((each, 1 if each.block_size == 1 else tokens // each.unit_tokens) for each in self.groups)
+        return sum(each.layers * each.heads * each.row_bytes * count for each, count in units)
 
     def warm_up(self) -> None:
         """Returns when it is done, since the engine's stream has no order with the calling thread's."""

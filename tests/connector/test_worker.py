@@ -215,6 +215,27 @@ def test_where_the_device_waits_for_launches_nothing_is_said_before_the_last_lay
     assert [(each.layer, each.layer_stop) for each in said] == runs
 
 
+def test_layers_without_a_hook_between_others_wake_the_engine_no_sooner() -> None:
+    """Of MLA with an indexer every second layer has a hook, of hybrids every fourth: one fence a message."""
+    layers, said = ComputedLayers(16, lambda: Mock(ready=lambda: False)), list[Any]()
+    for last in ([0], [12, 14]):  # which layer is the last with a hook, the first step shows
+        said.clear()
+        layers.begin((("k", 16),), 3)
+        for index in range(0, 16, 2):
+            layers.computed(index, said.append)
+        layers.ended()
+        layers.end(said.append)
+        computed = said[:-1]
+        runs = [[each.layer for each in computed if each.fence is fence] for fence in unique(computed)]
+        assert runs[:3] == [[0, 2, 4], [6, 8, 10], last]
+        assert computed[-1].layer_stop == 16
+
+
+def unique(said: list[Any]) -> list[Any]:
+    """Their fences, each once."""
+    return list({id(each.fence): each.fence for each in said}.values())
+
+
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit])
 def test_a_forward_that_raises_has_computed_no_more_than_its_hooks_have_said(
     make: Make, error: type[BaseException]

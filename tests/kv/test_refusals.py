@@ -130,16 +130,15 @@ def test_block_ids_that_one_cache_has_accepted_are_checked_for_a_smaller_one() -
         large.gather(torch.zeros(96, dtype=torch.uint8), (0, 1), (0, 12), (0, 1), tables)
 
 
-def test_the_smallest_layer_says_how_many_fill_a_message() -> None:
-    """Of a span of layers that may lie in any group, it is known how many there are at the most."""
-    small, large = (
-        PagedCache.from_tensors([torch.zeros(3, heads, 16, content)] * 2, block_size=16)
-        for heads, content in ((1, 2), (4, 8))
+def test_the_bytes_of_a_prompt_are_those_of_all_planes_and_of_one_state() -> None:
+    """As DeepSeek V3.2's: latents, and indexer keys in two planes; and a recurrent state."""
+    latents, keys, scales = (
+        PagedCache.from_tensors([torch.zeros(3, 1, 64, width, dtype=torch.uint8)] * 2, block_size=64)
+        for width in (656, 128, 4)
     )
-    for groups in ([small, large], [large, small]):
-        assert RankCache(groups).layer_bytes(100) == 100 * 1 * 2 * 4
-    assert RankCache([large]).layer_bytes(100) == 100 * 4 * 8 * 4
-    assert RankCache([small]).layer_bytes(0) == 1
+    state = PagedCache.from_tensors([torch.zeros(3, 2, 1, 5)], block_size=1)
+    cache = RankCache([latents, keys, scales, state], [(0, 2), (1, 3), (1, 3), (4,)])
+    assert (cache.layer_count, cache.nbytes(100)) == (5, 2 * 100 * (656 + 128 + 4) + 2 * 5 * 4)
 
 
 # Packed pages that are seen token by token: test_any_shape.py has what is read and written.

@@ -735,9 +735,9 @@ RepeatedAnswer.feed: the events of D say when D began
 == proxy/first_token.py
 FirstTokens._repeats: a sampled answer begins with P's token and goes on with what D has drawn
 ~  and transcript.wanted.greedy =>
-== p2pkv/kv/cache.py > tests/kv/test_refusals.py::test_the_smallest_layer_says_how_many_fill_a_message
-RankCache.layer_bytes: the largest layer says how many layers fill a message
-~ min(tokens => max(tokens
+== p2pkv/kv/cache.py > tests/kv/test_refusals.py::test_the_bytes_of_a_prompt_are_those_of_all_planes_and_of_one_state
+RankCache.nbytes: a state counts for each token, and every hook wakes the engine thread
+~ 1 if each.block_size == 1 else tokens => tokens
 == p2pkv/connector/deferring_queue.py > tests/connector/test_deferring_queue.py
 DeferringQueue.prepend_requests: every scheduling pass comes to the requests that wait for P
 ~ if request.request_id in self._undecided: => if False:
