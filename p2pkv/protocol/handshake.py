@@ -164,6 +164,7 @@ DRAFTER = " with drafter "
 SAME_RINGS = "serve the same model with the same num_speculative_tokens, from which vLLM takes a ring's size"
 SAME_LINK = "give both the same `link`, nccl_num_channels, NCCL_* variables and nvidia-nccl package"
 SAME_ALLOCATOR = "serve the same model, and set --disable-hybrid-kv-cache-manager on both sides or on neither"
+SAME_GROUPS = f"{SAME_ALLOCATOR}; if one --attention-backend keeps K and V apart (B12X), choose it on both"
 
 
 class Refused(Exception):
@@ -225,7 +226,7 @@ def negotiate(mine: Hello, theirs: Hello) -> Plan:
     weights = "weights", mine.weights, theirs.weights, alike
     same: list[tuple[str, object, object, str]] = [
         ("links", mine.link, theirs.link, SAME_LINK),
-        ("numbers of KV groups", len(mine.cache.groups), len(theirs.cache.groups), SAME_ALLOCATOR),
+        ("numbers of KV groups", len(mine.cache.groups), len(theirs.cache.groups), SAME_GROUPS),
     ]
     for number, (ours, others) in enumerate(zip(mine.cache.groups, theirs.cache.groups, strict=False)):
         same += [

@@ -130,7 +130,7 @@ REFUSALS: dict[str, tuple[Hello, list[str]]] = {
     # As DeepSeek V4.1's rows with vLLM 0.33 and 0.32, where their values and scales are planes.
     "KV groups": (
         hello("D", Cache(2, (GROUP, GROUP))),
-        ["numbers of KV groups differ: 1 at p:21000, 2 at d:22000", "serve the same model"],
+        ["numbers of KV groups differ: 1 at p:21000, 2 at d:22000", "serve the same model", "B12X"],
     ),
     # The P here has no window, and says 1; so does one whose windows are replayed.
     "blocks of a window": (
