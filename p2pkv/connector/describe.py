@@ -477,7 +477,9 @@ def _model_heads(config: VllmConfig, layer: str, spec: KVCacheSpec, held: int) -
     if getattr(spec, "sliding_window", None):  # of MiMo-V2, and of Step-3.5
         own = "swa_num_key_value_heads"
         others = getattr(text, "attention_other_setting", None) or {}
-        heads = getattr(text, own, None) or others.get("num_attention_groups") or heads
+        windows = getattr(text, own, None) or others.get("num_attention_groups") or heads
+        # A convolution beside Inkling's full attention is a window, too, with that attention's heads.
+        heads = windows if held == max(1, windows // tp) else heads
     if held == max(1, heads // tp):
         return int(heads)
     # A layer with heads of its own: a rank that holds several has no copies.

@@ -118,6 +118,18 @@ def test_windows_with_kv_heads_of_their_own_on_more_ranks_than_the_model_has_hea
     assert [group.heads for group in said.groups] == [4, 8]
 
 
+def test_a_convolution_beside_full_attention_is_a_window_with_that_attentions_heads() -> None:
+    """Inkling's, with 16 KV heads in its windows and 8 else, on 8 ranks."""
+    config = with_parallel(tensor_parallel_size=8)
+    config.model_config.model_arch_config.total_num_kv_heads = 8
+    config.model_config.hf_text_config.swa_num_key_value_heads = 16
+    form = ATTENTION | {"sliding_window": 4}
+    specs = {f"l.{held}.conv_state": SlidingWindowSpec(**form | {"num_kv_heads": held}) for held in (1, 2)}
+    kv = kv_groups(*(([name], spec) for name, spec in specs.items()))
+    caches = {name: torch.zeros(4, spec.num_kv_heads, BLOCK, 32) for name, spec in specs.items()}
+    assert [group.heads for group in cache_of(config, Layers(caches, kv))[1].groups] == [8, 16]
+
+
 def test_layers_whose_kv_heads_the_models_configuration_has() -> None:
     """Gemma-4: fewer in full attention than in windows, so a rank's one head may be a copy."""
     config = with_parallel(tensor_parallel_size=4)
