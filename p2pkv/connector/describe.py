@@ -385,7 +385,7 @@ def local_groups(config: VllmConfig, layers: Layers) -> list[LocalGroup]:
         if not keeps_state(spec):
             rows, seen = row_form(layer.name, spec, modules.get(layer.name)), (_window(spec), _chunked(spec))
             heads = _model_heads(config, layer.name, spec, rows.slot_heads or shape[0])
-            form = rows, shape, layer.tensor.dtype, spec.block_size, seen, heads
+            form = rows, shape, _element_type(config, layer), spec.block_size, seen, heads
             alike.setdefault(form, []).append(layer)
     groups = [group for form, some in alike.items() for group in _groups_of(config, form, some)]
     states = [replace(each, module=modules.get(each.name)) for each in layers.all if is_recurrent(each.spec)]
@@ -417,7 +417,7 @@ def _groups_of(config: VllmConfig, form: tuple[Any, ...], layers: list[Layer]) -
             f"{form} {plane}",
             plane,
             heads=_model_heads(config, names[0], spec, group.heads),
-            dtype=_element_type(config, tensors[0]),
+            dtype=form[2],
             window=_window(spec),
             block=spec.block_size if _window(spec) and keeps_windows else 1,
             dcp=parts,
@@ -506,12 +506,15 @@ def _number(layer: str) -> int:
     return next((int(part) for part in layer.split(".") if part.isdigit()), 0)
 
 
-def _element_type(config: VllmConfig, tensor: torch.Tensor) -> str:
+def _element_type(config: VllmConfig, layer: Layer) -> str:
     """Tensors of bytes hold one of several types of numbers: the cache's own name has which."""
-    name = str(tensor.dtype).removeprefix("torch.")
-    if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
+    dtype, drafting = layer.tensor.dtype, config.speculative_config
+    name = str(dtype).removeprefix("torch.")
+    if dtype.is_floating_point and dtype.itemsize > 1:
         return name
     kind, skipped = str(config.cache_config.cache_dtype), config.cache_config.kv_cache_dtype_skip_layers
+    if drafting is not None and _is_drafters(config, layer.name, layer.spec):
+        kind = drafting.kv_cache_dtype or kind
     form = " fnuz" if current_platform.is_fp8_fnuz() else ""  # AMD's MI300: other numbers of eight bits
     form += f", not in layers {' '.join(sorted(skipped))}" if skipped else ""  # names leave numbers out
     return f"{name} ({'fp8_e4m3' if kind == 'fp8' else kind}{form})"

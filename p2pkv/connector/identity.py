@@ -61,8 +61,14 @@ MACHINES_SETTINGS = frozenset(
 )
 """Settings that may differ between P and D: where a model came from, and (MiniMax M2) the longest request."""
 
-DRAFTERS_SETTINGS = frozenset({"max_position_embeddings", "num_lookahead_tokens"})
-"""Settings of a drafter that vLLM derives from --max-model-len and from the number of guesses."""
+DRAFTERS_SETTINGS = frozenset(
+    {
+        *("max_position_embeddings", "num_lookahead_tokens", "dspark_draft_topk", "xpress_topc"),
+        *("draft_vocab_size", "image_token_index", "layer_types", "no_rope_layers", "target_layer_count"),
+    }
+)
+"""Settings of a drafter that do not count: what vLLM derives from --max-model-len and --speculative-config,
+and what its classes write, in the last pipeline stage only, which alone has a drafter."""
 
 Stamps = tuple[tuple[str, int, int], ...]
 """Of files: path, time of the last change in nanoseconds, bytes."""
@@ -79,7 +85,10 @@ def fingerprint(config: VllmConfig, name: str = "") -> str:
     differ, as on a bad disk, are seen only where they are looked at: reading all of a large model from a
     network's disk would take minutes at each start. Raises ConfigError for want of both files and a name.
     """
-    return _fingerprint(config.model_config, config.load_config, name)
+    lora, adapters = config.lora_config, ""
+    if lora is not None and (lora.target_modules is not None or lora.enable_tower_connector_lora):
+        adapters = f"adapters {sorted(lora.target_modules or ())} {lora.enable_tower_connector_lora}"
+    return _fingerprint(config.model_config, config.load_config, name, adapters=adapters)
 
 
 def drafter_of(config: VllmConfig, name: str = "") -> str:
@@ -101,15 +110,17 @@ def drafter_of(config: VllmConfig, name: str = "") -> str:
     return f"{drafting.method}{weights}{tokens}"
 
 
-def _fingerprint(model: ModelConfig, load: LoadConfig, name: str, apart: frozenset[str] = frozenset()) -> str:
-    """`apart`: names of settings that do not count."""
+def _fingerprint(
+    model: ModelConfig, load: LoadConfig, name: str, apart: frozenset[str] = frozenset(), adapters: str = ""
+) -> str:
+    """`apart`: names of settings that do not count; `adapters`: to what the model applies them."""
     digest = hashlib.blake2b(digest_size=12)
     quantized = f"{model.quantization} {getattr(model, 'quantization_config', None)}"
     if model.quantization == "humming":  # its configuration is in the environment
         how = envs.VLLM_HUMMING_ONLINE_QUANT_CONFIG, envs.VLLM_HUMMING_INPUT_QUANT_CONFIG
         quantized += json.dumps(how, sort_keys=True)
     classes = sorted(model.model_class_overrides.items())
-    digest.update(f"{model.dtype} {quantized} {classes} {_by_length(model)}".encode())
+    digest.update(f"{model.dtype} {quantized} {classes} {_by_length(model)}{adapters}".encode())
     for settings in (model.hf_config, model.hf_text_config):
         kept = _without(settings.to_dict(), apart | MACHINES_SETTINGS)
         digest.update(json.dumps(kept, sort_keys=True, default=lambda value: type(value).__name__).encode())
@@ -258,7 +269,11 @@ def _without(value: Any, apart: frozenset[str]) -> Any:
 
 
 def _by_length(model: ModelConfig) -> str:
-    """What --max-model-len has decided about KV: longrope's factors, and Llama 4's attention temperature."""
+    """What --max-model-len has decided about KV: longrope's factors, and Llama 4's attention temperature.
+    With `auto`, vLLM has built the model for its longest context, before it has found out what fits."""
+    longest = model.max_model_len
+    if model.original_max_model_len == -1:
+        longest = model.get_and_verify_max_len(-1)
     rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
     ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))]
     longropes = [each for each in ropes if each.get("rope_type") == "longrope"]
@@ -267,8 +282,8 @@ def _by_length(model: ModelConfig) -> str:
     if getattr(model.hf_text_config, "model_type", "") == "llama4_text":
         # By the rule of vLLM's `Llama4ForCausalLM`.
         generation = {**model.try_get_generation_config(), **model.override_generation_config}
-        temperature = generation.get("attn_temperature_tuning", model.max_model_len > 32768)
-    return f"{[model.max_model_len > start for start in starts]} {temperature}"
+        temperature = generation.get("attn_temperature_tuning", longest > 32768)
+    return f"{[longest > start for start in starts]} {temperature}"
 
 
 def _folder(model: str, revision: str | None, cache: str | None) -> Path | None:

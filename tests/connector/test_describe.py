@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from vllm.config import ModelConfig, MultiModalConfig, VllmConfig
+from vllm.config import LoRAConfig, ModelConfig, MultiModalConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -415,9 +415,12 @@ def test_the_longest_context_counts_where_it_decides_what_k_is(copy: Path) -> No
 def test_whether_llama_4_tunes_its_attentions_temperature_counts(copy: Path) -> None:
     """Beyond 32,768 tokens it does, unless the generation's configuration says otherwise."""
 
-    def tuned(tokens: int, **generation: Any) -> str:
+    def tuned(tokens: int, derived: int = 0, **generation: Any) -> str:
         config = served(copy)
         config.model_config.max_model_len = tokens
+        if derived:  # --max-model-len auto: the model was built before vLLM had found out what fits
+            config.model_config.original_max_model_len = -1
+            config.model_config.model_arch_config.derived_max_model_len_and_key = derived, "of the model"
         config.model_config.hf_text_config.model_type = "llama4_text"
         config.model_config.override_generation_config = generation
         return fingerprint(config)
@@ -425,6 +428,17 @@ def test_whether_llama_4_tunes_its_attentions_temperature_counts(copy: Path) -> 
     assert tuned(8192) == tuned(32768) != tuned(32769)
     assert tuned(8192, attn_temperature_tuning=True) == tuned(32769)
     assert tuned(65536, attn_temperature_tuning=False) == tuned(8192)
+    assert tuned(8192, derived=65536) == tuned(65536) != tuned(8192, derived=32768)
+
+
+def test_to_which_layers_vllm_applies_adapters_counts(copy: Path) -> None:
+    """An adapter's other layers are left out without an error."""
+    seen, some = [], ({"target_modules": ["o_proj"]}, {"target_modules": ["q_proj"]})
+    for each in (None, {}, {"max_lora_rank": 64}, *some, {"enable_tower_connector_lora": True}):
+        config = served(copy)
+        config.lora_config = None if each is None else LoRAConfig(**each)  # type: ignore[arg-type]
+        seen.append(fingerprint(config))
+    assert seen[0] == seen[1] == seen[2] and len({*seen}) == 4
 
 
 def test_what_vllm_makes_of_the_files_counts(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

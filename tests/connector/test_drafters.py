@@ -1,12 +1,15 @@
 """Speculative decoding: what an instance says of its drafter, and which tokens D computes for it."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import vllm
 from msgspec import structs
 from vllm.config import LoadConfig, VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -118,11 +121,43 @@ def test_drafters_without_kv_and_numbers_of_guesses_may_differ() -> None:
 def test_a_drafters_configuration_counts_but_for_what_vllm_derives_from_its_own_options() -> None:
     """The longest request and the number of guesses may differ between P and D."""
     seen = []
-    for settings in ({}, {"max_position_embeddings": 99, "num_lookahead_tokens": 5}, {"rms_norm_eps": 1.0}):
+    derived = {"max_position_embeddings": 99, "num_lookahead_tokens": 5, "dspark_draft_topk": 4}
+    for settings in ({}, derived, {"rms_norm_eps": 1.0}):
         config = vllm_config("D", drafter=draft_model())
         config.speculative_config.draft_model_config.hf_config.update(settings)
         seen.append(drafter_of(config))
     assert seen[0] == seen[1] != seen[2]
+
+
+def test_what_a_drafters_class_writes_into_its_configuration_does_not_count() -> None:
+    """EAGLE-3 does. Of several pipeline stages only the last one makes a drafter, and all say the same."""
+    files = (Path(vllm.__file__).parent / "model_executor" / "models").glob("*.py")
+    drafters = [each for each in files if re.search("eagle|dflash|dspark|xpress|mtp", each.name)]
+    written = {name for each in drafters for name in re.findall(r"self\.config\.(\w+) = ", each.read_text())}
+    assert "target_layer_count" in written
+    seen = []
+    for settings in ({}, dict.fromkeys(written, 2)):
+        config = vllm_config("D", drafter=draft_model())
+        config.speculative_config.draft_model_config.hf_config.update(settings)
+        seen.append(drafter_of(config))
+    assert seen[0] == seen[1]
+
+
+def test_a_drafters_cache_may_have_a_type_of_its_own() -> None:
+    """kv_cache_dtype of --speculative-config, beside a model's cache whose rows have as many bytes."""
+
+    def said(role: str, dtype: str, ours: str | None) -> Hello:
+        config = vllm_config(role, drafter=eagle())
+        config.cache_config.cache_dtype, config.speculative_config.kv_cache_dtype = dtype, ours  # type: ignore
+        return hello_with(config, caches_of(EAGLE_LAYERS, dtype=torch.uint8))
+
+    mixed = said("P", "fp8", "fp8_e5m2")
+    assert [group.dtype for group in mixed.cache.groups] == ["uint8 (fp8_e4m3)", "uint8 (fp8_e5m2)"]
+    negotiate(mixed, said("D", "fp8", "fp8_e5m2"))
+    negotiate(said("P", "fp8", None), said("D", "fp8", "fp8_e4m3"))
+    for dtype, ours, match in (("fp8", None, "groups differ: 2 "), ("fp8_e5m2", "fp8", "element types")):
+        with pytest.raises(Refused, match=match):
+            negotiate(mixed, said("D", dtype, ours))
 
 
 def test_a_drafter_without_files_needs_a_name() -> None:
