@@ -417,7 +417,7 @@ def _groups_of(config: VllmConfig, form: tuple[Any, ...], layers: list[Layer]) -
             f"{form} {plane}",
             plane,
             heads=_model_heads(config, names[0], spec, group.heads),
-            dtype=form[2],
+            dtype=_element_type(config, layers[0]),
             window=_window(spec),
             block=spec.block_size if _window(spec) and keeps_windows else 1,
             dcp=parts,
