@@ -15,11 +15,12 @@ from .transcript import COMPLETIONS, DATA_SPACE, DONE, SAME, TextChoice, Transcr
 from .upstream import EVENT_END
 
 _PLAIN = re.compile(
-    rb'data: \{"id":"[^"]*+","object":"[a-z._]*+","created":\d++,"model":"[^"\\]*+","choices":\['
-    rb'\{"index":0,(?:"text"|"delta":\{"content"):"((?:[^"\\]|\\.)++)"\}?+,"logprobs":null,"finish_reason":null,'
-    rb'(?:"stop_reason":null,"prompt_token_ids":null,)?+"token_ids":\[(\d++)\]\}\]\}\n\n'
+    rb'data: \{"id":"[^"]*+","object":"[a-z._]*+","created":\d++,"model":"[^"\\]*+"(,"choices":\['
+    rb'\{"index":0,(?:"text"|"delta":\{"content"):"(?:[^"\\]|\\.)++"\}?+,"logprobs":null,"finish_reason":null,'
+    rb'(?:"stop_reason":null,"prompt_token_ids":null,)?+"token_ids":)\[(\d++)\]'
+    rb'((?:,"weight_versions":null)?+\}\](?:,"kv_transfer_params":null)?+\}\n\n)'  # which vLLM 0.33 has
 )
-"""Nearly each event: one token and its text, without a usage. Only its text goes on, and is not decoded."""
+"""Nearly each event: one token and its text, without a usage. What it has of an answer is not decoded."""
 
 
 class Diverged(Exception):
@@ -46,10 +47,8 @@ class Continuation:
         self._chars: int = chars + (former._chars if former else 0)
         self.before = before
         self.body = self._body(context)
-        choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
-        event = written(self._head | {"choices": [self._shown(choice, "@", None, None)]})
-        self._text, _, self._behind = event.rpartition(b"@")
-        """What is before and behind the text of a `_PLAIN` event."""
+        self._begin = written(self._head).removesuffix(b"}" + EVENT_END)
+        """Of each event."""
 
     def _body(self, context: int) -> Body:
         wanted, fields = self._wanted, self._wanted.fields
@@ -72,7 +71,7 @@ class Continuation:
         new = self._transcript.plain and not self._ids and not self._chars
         if new and (found := _PLAIN.fullmatch(event)):
             self._transcript.note_token(found[2])
-            return self._text + found[1] + self._behind
+            return self._begin + found[1] + b"null" + found[3]
         if not event.startswith(DATA_SPACE + b'{"id"'):
             return self._transcript.without_tokens(event)
         fields = fields_of(event) | self._head
@@ -110,11 +109,7 @@ class Continuation:
         if not self._wanted.chat:
             return {**choice, "text": text, "logprobs": logprobs, "prompt_token_ids": None, "token_ids": ids}
         said = {"content": text} if text or choice.get("delta") else {}
-        made = {"index": 0, "delta": said, "logprobs": logprobs}
-        made["finish_reason"] = finish = choice.get("finish_reason")
-        if finish is not None:
-            made["stop_reason"] = choice.get("stop_reason")
-        return {**made, "token_ids": ids}
+        return {**choice, "delta": said, "logprobs": logprobs, "token_ids": ids}
 
 
 class RepeatedAnswer:

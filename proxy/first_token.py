@@ -63,7 +63,9 @@ _WHOLE_BLOCKS = 128
 _FIRST, _CHOICE = DATA_SPACE + b'{"id"', b'"choices":[{'
 _LENGTH = b'"finish_reason":"length"'
 _LENGTH_OF_CHAT = _LENGTH + b',"stop_reason":null'
-_OF_THE_END = re.compile(rb',"system_fingerprint":"[^"]*"(?=\}\n\n\Z)')
+_OF_THE_END = re.compile(rb',"system_fingerprint":"[^"]*"(?=(?:,"kv_transfer_params":null)?\}\n\n\Z)')
+_OF_A_CHATS_END = b',"weight_versions":null}]', b"}]"
+"""As vLLM 0.33 writes it."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,9 @@ class PrefillToken:
     @property
     def going_on(self) -> bytes:
         """The events as those of an answer that goes on."""
-        end = _LENGTH if self.choice.delta is None else _LENGTH_OF_CHAT
-        return _OF_THE_END.sub(b"", self.events.replace(end, GOES_ON))
+        chat = self.choice.delta is not None
+        events = self.events.replace(_LENGTH_OF_CHAT if chat else _LENGTH, GOES_ON)
+        return _OF_THE_END.sub(b"", events.replace(*_OF_A_CHATS_END) if chat else events)
 
 
 @dataclass

@@ -1,5 +1,5 @@
 """A stand-in for vLLM's streamed completions and chats: what it generates depends on all tokens before, as a
-model's does, and its events have the form of vLLM 0.32's.
+model's does, and its events have the form of vLLM 0.32's, or of 0.33's.
 
 Some characters take two tokens, and the text of a token that may begin a stop string is kept back, as vLLM's
 incremental detokenizer does it. Ids of a prompt are taken as they are; a text has an id for each character.
@@ -75,11 +75,12 @@ class Detokenizer:
 @dataclass
 class Engine:
     """Answers requests; each chunk has as many tokens as `sizes` says, over and over. A `parser` of tools
-    takes calls out of a chat, and sends no chunk without text unasked."""
+    takes calls out of a chat, and sends no chunk without text unasked; `newer`: as 0.33 writes events."""
 
     model: Model = field(default_factory=Model)
     sizes: Sequence[int] = (1,)
     parser: bool = False
+    newer: bool = False
 
     def events(self, path: str, body: dict[str, Any], request_id: str) -> Iterator[bytes]:
         chat = path == "/v1/chat/completions"
@@ -116,11 +117,16 @@ class Engine:
             if not chat:
                 choice["prompt_token_ids"] = prompt if shows and first else None
             first = False
-            made = head | {"choices": [choice | {"token_ids": ids if shows else None}]}
+            choice["token_ids"] = ids if shows else None
+            if self.newer and (finish or not chat):
+                choice["weight_versions"] = None
+            made = head | {"choices": [choice]}
             if usage.get("continuous_usage_stats"):
                 made["usage"] = _usage(len(prompt), count)
             if finish and not usage.get("include_usage"):
                 made["system_fingerprint"] = "vllm-0.32.0-12345678"
+            if self.newer:
+                made["kv_transfer_params"] = None
             yield _event(made)
         if usage.get("include_usage"):
             yield _event(head | {"choices": [], "usage": _usage(len(prompt), count)})

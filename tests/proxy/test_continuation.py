@@ -145,6 +145,7 @@ BODIES = st.fixed_dictionaries(
     cuts=st.tuples(st.integers(1, 6000), st.integers(1, 4000)),
     sizes=st.lists(st.integers(1, 700), max_size=5),
     parser=st.booleans(),
+    newer=st.booleans(),
 )
 def test_a_cut_answer_is_the_whole_one(
     path: str,
@@ -155,16 +156,17 @@ def test_a_cut_answer_is_the_whole_one(
     cuts: tuple[int, int],
     sizes: list[int],
     parser: bool,
+    newer: bool,
 ) -> None:
     if logprobs is not None:
         more |= {"logprobs": True, "top_logprobs": logprobs} if path == CHAT else {"logprobs": logprobs}
     body = body_of(path, **more)
-    engines = [Engine(Model(salt), each, parser) for each in chunks]
+    engines = [Engine(Model(salt), each, parser, newer) for each in chunks]
     data = cut_answer(path, body, engines, list(cuts), sizes)
     shown = more.get("return_token_ids") or logprobs is not None
     assert shown or b'"delta":{},"logprobs":null,"finish_reason":null' not in data
-    got = Answer.of(data)
-    assert got == Answer.of(b"".join(engines[0].events(path, body, "id-0"))), "as without a proxy"
+    got, wanted = Answer.of(data), Answer.of(b"".join(engines[0].events(path, body, "id-0")))
+    assert same(got, wanted), "as without a proxy"
 
 
 def lost_after(answer: bytes, events: int) -> int:
@@ -180,9 +182,10 @@ def lost_after(answer: bytes, events: int) -> int:
     model=st.sampled_from(["tiny", 'a "model" @', "ü@choices"]),
     salt=st.integers(0, 1000),
     chunks=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    newer=st.booleans(),
 )
 def test_events_that_are_not_decoded_become_what_decoded_ones_do(
-    path: str, more: dict[str, Any], model: str, salt: int, chunks: list[int]
+    path: str, more: dict[str, Any], model: str, salt: int, chunks: list[int], newer: bool
 ) -> None:
     """Where one token's text is all that the client sees, only its bytes go on."""
     body = body_of(path, **more | {"model": model})
@@ -193,7 +196,7 @@ def test_events_that_are_not_decoded_become_what_decoded_ones_do(
         goes_on = Continuation(transcript, CONTEXT, None)
         transcript.plain &= plain is None
         asked = json.loads(bytes(goes_on.body.for_decode("x")))
-        events = Engine(Model(salt), chunks).events(goes_on.body.path, asked, "id-1")
+        events = Engine(Model(salt), chunks, newer=newer).events(goes_on.body.path, asked, "id-1")
         shown = b"".join(goes_on.feed(event) for event in events).decode().split("\n\n")
         state = transcript.finished, transcript.counted, transcript.done
         made = [json.loads(each[6:]) for each in shown if each.startswith("data: {")]
@@ -201,11 +204,12 @@ def test_events_that_are_not_decoded_become_what_decoded_ones_do(
     assert got[0] == got[1]
 
 
+@pytest.mark.parametrize("newer", [False, True])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_nearly_no_event_is_decoded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nearly_no_event_is_decoded(path: str, newer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[bytes] = []
     monkeypatch.setattr(continuation, "fields_of", lambda event: decoded.append(event) or fields_of(event))
-    body, engine = body_of(path, max_tokens=60), Engine(Model(4, ends=False))
+    body, engine = body_of(path, max_tokens=60), Engine(Model(4, ends=False), newer=newer)
     transcript = transcript_of(path, body)
     data = answer_of(engine, body, path)
     transcript.feed(data[: lost_after(data, 2)])

@@ -121,6 +121,7 @@ def handed_on(
     at_once=st.booleans(),
     chunks=st.lists(st.integers(1, 3), min_size=1, max_size=4),
     sizes=st.lists(st.integers(1, 700), max_size=5),
+    newer=st.booleans(),
 )
 def test_ps_token_and_ds_rest_are_one_servers_answer(
     path: str,
@@ -131,14 +132,15 @@ def test_ps_token_and_ds_rest_are_one_servers_answer(
     at_once: bool,
     chunks: list[int],
     sizes: list[int],
+    newer: bool,
 ) -> None:
     """D is asked for the rest, or at once for all of it."""
     if logprobs is not None:
         more |= {"logprobs": True, "top_logprobs": logprobs} if path == CHAT else {"logprobs": logprobs}
     body = body_of(path, **more | {"max_tokens": most})
-    engine = Engine(Model(salt))
+    engine = Engine(Model(salt), newer=newer)
     plan = FirstTokenPlan(None if at_once else FirstToken.HANDED_ON, most)
-    got, rest = handed_on(engine, path, body, sizes, Engine(Model(salt), chunks), plan=plan)
+    got, rest = handed_on(engine, path, body, sizes, Engine(Model(salt), chunks, newer=newer), plan=plan)
     wanted = answer(engine, body, path)
     if got is None:
         first = answer(engine, body | {"return_token_ids": True, "max_tokens": 1, "stop": None}, path)
