@@ -7,6 +7,7 @@ soon as a request that began after a change attends to KV of before.
 import gc
 import random
 import weakref
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
 
@@ -103,23 +104,29 @@ def test_a_pair_of_which_one_sleeps_works_again_when_it_wakes(engines: Any, who:
     assert set(d.ended.values()) == {"length"}
 
 
-def test_a_rank_that_sleeps_gives_its_memory_back(engines: Any) -> None:
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """It does not run by itself, and what the test freezes is not frozen behind it."""
+    gc.disable()
+    yield
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # as tests/conftest.py has
+    gc.enable()
+
+
+def test_a_rank_that_sleeps_gives_its_memory_back(no_collector: None, engines: Any) -> None:
     """Only Python's collector frees it, and from that vLLM hides all that it has after the start."""
     p, d = engines(1, 1, policy="recompute", lease_seconds=2, prefetch_bytes=1 << 20)
     ask_both(p, d, 0, tokens(70))
     finish(p, d)
     ranks = [weakref.ref(engine.workers[0].rank) for engine in (p, d)]
-    gc.disable()
     gc.freeze()
-    try:
-        for engine in (p, d):
-            assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-            engine.sleep(collect=True)
-        assert [rank() for rank in ranks] == [None, None]
-        assert gc.get_freeze_count()
-    finally:
-        gc.unfreeze()
-        gc.enable()
+    for engine in (p, d):
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        engine.sleep(collect=True)
+    assert [rank() for rank in ranks] == [None, None]
+    assert gc.get_freeze_count()
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
