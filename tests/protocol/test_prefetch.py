@@ -86,14 +86,6 @@ def test_a_d_that_has_all_of_it_releases_what_was_withdrawn() -> None:
     assert rig.want(0, 0) == [Finished(True)]
 
 
-def test_d_may_let_go_before_it_has_wanted_any_of_it() -> None:
-    rig = offered()
-    rig.claim()
-    assert rig.want(0, 0, prefetch=True) == []
-    assert rig.states == (PromptPhase.OFFERED, [])
-    assert rig.claim(attempt=2) == [SendTo(0, offer(2))]
-
-
 # D's side.
 
 

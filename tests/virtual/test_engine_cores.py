@@ -93,14 +93,6 @@ def test_a_core_that_gets_on_again_in_time_has_lost_nothing(
     pair.served()
 
 
-def test_after_a_pause_requests_are_served_as_before(pair: VirtualPair) -> None:
-    strike(pair.p, "paused")
-    pair.lasts(lambda: True, STALL + LEASE)
-    heal(pair.p)
-    pair.expect()
-    pair.served()
-
-
 def test_a_core_that_makes_steps_or_has_no_work_lives(pair: VirtualPair) -> None:
     """A queued request may wait for longer than a stall."""
     pair.queued()
