@@ -353,8 +353,10 @@ class Pairs:
                 "it is served here, alone; check the router's addresses",
             )
             return None
-        if len(mine) == 2:
+        if len(mine) == 2 and pair.prefill == pair.decode:
             return None  # nothing moves
+        if len(mine) == 2:  # an instance behind ours on this host may look like engines of ours
+            mine.sort(key=lambda side: halves[side].port)
         return Paired(key, pair.prefill, pair.decode, mine[0])
 
     def _warn(self, kind: str, text: str) -> None:

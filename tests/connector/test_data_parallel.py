@@ -53,6 +53,19 @@ def test_each_engine_of_p_serves_each_engine_of_d(
         assert sum(d.computed.values()) == 9 * 6, "D computed one token of each prompt"
 
 
+def test_engines_of_both_roles_serve_an_instance_behind_theirs_on_the_host(engines: Any) -> None:
+    """The ids name their first engine; the other instance's address could be another engine of theirs."""
+    first, second, other = engines(1, 1, data_parallel=(2, 1), roles=("both", "both"), lease_seconds=3.0)
+    for number, (p, d, named) in enumerate(
+        [(second, other, (first, other)), (other, second, (other, first))]
+    ):
+        ask(p, *named, number, tokens(40, number), 1)
+        ask(d, *named, number, tokens(40, number), 5)
+    finish(first, second, other)
+    assert {*second.ended.values(), *other.ended.values()} == {"length"}
+    assert second.count("transfers_loaded") == other.count("transfers_loaded") == 1
+
+
 @pytest.mark.parametrize("why", ["cached", "aborted"])
 def test_p_is_released_whichever_of_its_engines_d_has_asked(engines: Any, why: str) -> None:
     """D ends its part while only the engine in the id knows of it: the blocks are free at once."""
