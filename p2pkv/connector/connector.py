@@ -437,12 +437,8 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
         """Whether the proxies may send requests; for the announcer's thread."""
         assert self.worker is not None
         rank = self.worker.rank
-        beat = rank.steps.beat
-        paused = rank.steps.paused or (beat is not None and beat.stopping)
-        health = EngineHealth(rank.trouble(), paused)
-        if beat is None or beat.workload is None:
-            return health
-        return replace(health, workload=beat.workload, at=beat.at)
+        beat = rank.steps.beat or Beat(steps=0, work=False)
+        return EngineHealth(rank.trouble(), rank.steps.paused or beat.stopping, beat.workload, beat.at)
 
     def handle_preemptions(self, kv_connector_metadata: vllms.KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, StepMetadata)

@@ -355,9 +355,9 @@ class Pairs:
             return None
         if len(mine) == 2 and pair.prefill == pair.decode:
             return None  # nothing moves
-        if len(mine) == 2:  # an instance behind ours on this host may look like engines of ours
-            mine.sort(key=lambda side: halves[side].port)
-        return Paired(key, pair.prefill, pair.decode, mine[0])
+        # Of two: an instance behind ours on this host may look like engines of ours.
+        side = min(mine, key=lambda side: halves[side].port)
+        return Paired(key, pair.prefill, pair.decode, side)
 
     def _warn(self, kind: str, text: str) -> None:
         if kind not in self._warned and len(self._warned) < 100:

@@ -98,9 +98,7 @@ class Ring:
         """
         if segment:
             self._fences[(segment - 1) % SEGMENTS] = self._record()
-        fence = self._fences[segment % SEGMENTS]
-        if not fence.ready():
-            fence.wait()
+        self._fences[segment % SEGMENTS].wait()
 
 
 class Uploads:

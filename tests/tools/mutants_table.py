@@ -210,7 +210,7 @@ ProducerScheduler.__init__: P forgets in the next step already what another conn
 ~ deque(maxlen=batches) => deque(maxlen=1)
 > tests/connector/test_prefill_side.py
 leave_out_last: of a mixed prompt P keeps the marks of the tokens that it leaves to D
-~         request.prompt_is_token_ids = request.prompt_is_token_ids[:-tokens] =>         pass
+~ "prompt_embeds", "prompt_is_token_ids"): => "prompt_embeds"):
 ProducerScheduler.step: P reads the block tables of a step again for each prompt
 ~ cache(partial(self._fresh, output)) => partial(self._fresh, output)
 > tests/connector/test_deferring_queue.py
@@ -484,7 +484,7 @@ _watching: weights that are loaded anew go unnoticed
 Ring.__init__: block tables are uploaded from ordinary memory
 ~ pin_memory=True => pin_memory=False
 Ring._enter: a ring is written again before its copies have been made
-~ if not fence.ready(): => if False:
+~ self._fences[segment % SEGMENTS].wait() => pass
 Recent.find: a block table is uploaded again for each span of layers
 ~ if known is array and other == kind: => if False:
 == p2pkv/links/gpu.py > tests/links/test_poll_timer.py
