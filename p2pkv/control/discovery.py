@@ -180,8 +180,6 @@ def decode_ping(frame: bytes | memoryview) -> Ping:
 
 def lasting(ping: Ping) -> Ping:
     """What is equal in all pings of one start of an engine, but for its goodbye."""
-    if not ping.paused and ping.workload is None:
-        return ping
     return msgspec.structs.replace(ping, paused=False, workload=None)
 
 

@@ -34,8 +34,6 @@ class NoCurve(RuntimeError):
 class Members:
     """Those who know `secret`. Raises NoCurve if libzmq was built without CURVE."""
 
-    __slots__ = ("_keys",)
-
     def __init__(self, secret: bytes) -> None:
         if not zmq.has("curve"):
             raise NoCurve(

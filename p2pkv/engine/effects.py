@@ -57,8 +57,6 @@ class Emit(Effect, frozen=True, eq=False):
 class Timer:
     """Calls `act`, with the time, once at `due`; inf: not at all."""
 
-    __slots__ = ("_timers", "act", "due")
-
     def __init__(self, timers: "Timers", act: Callable[[float], object]) -> None:
         self._timers = timers
         self.act = act

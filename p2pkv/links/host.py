@@ -120,11 +120,6 @@ class HostLinks(base.LinkFactory):
 class HostReceive:
     """One posted receive. `done` reads one flag of the arena; nothing here makes a system call."""
 
-    __slots__ = (
-        "_entry", "_link", "_words",
-        "buffer", "landed", "nbytes", "offset", "released", "remote_slot", "stamp",
-    )  # fmt: skip
-
     def __init__(self, link: "HostInbound", arena: Arena, sequence: int, offset: int, nbytes: int) -> None:
         self.buffer: torch.Tensor = arena.pool.tensor(offset, nbytes)
         self.remote_slot = memory.to_remote_slot(offset, sequence)

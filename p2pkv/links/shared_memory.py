@@ -218,8 +218,6 @@ fence: Callable[[], None] = _nothing if platform.machine() in ("x86_64", "AMD64"
 class SharedSend:
     """One send; its buffer is D's slot, so committing it is setting a flag."""
 
-    __slots__ = ("_entry", "_link", "_words", "buffer", "sequence")
-
     def __init__(self, link: "SharedOutbound", arena: Arena, sequence: int, buffer: torch.Tensor) -> None:
         self.buffer = buffer
         self.sequence = sequence

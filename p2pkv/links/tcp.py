@@ -115,8 +115,6 @@ class TcpReader:
 class TcpSend:
     """One send; its bytes are staged here until D has taken them."""
 
-    __slots__ = ("_link", "buffer", "committed", "header", "nbytes", "offset", "sequence")
-
     def __init__(self, link: "TcpOutbound", sequence: int, offset: int, buffer: torch.Tensor) -> None:
         self.buffer = buffer
         self.sequence = sequence
