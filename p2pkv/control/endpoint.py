@@ -76,8 +76,6 @@ class Connection:
     too soon, until `Endpoint.redial`.
     """
 
-    __slots__ = ("_held", "_identity", "_several", "_socket", "_watch", "address", "awaited", "since", "tag")
-
     def __init__(
         self, address: Address | None, socket: zmq.Socket[bytes] | None = None, identity: bytes | None = None
     ) -> None:

@@ -248,8 +248,6 @@ def decode_blob(blob: bytes, kind: type[_AnyBlob]) -> _AnyBlob:
 class Guard:
     """The checks that every call to one end of a link makes first. The first caller's thread is the owner."""
 
-    __slots__ = ("_ident", "_name", "_what", "reason")
-
     def __init__(self, what: str) -> None:
         self._what = what
         self._ident = 0
@@ -334,7 +332,6 @@ class LinkFactory:
         """The owner hangs in a call to the device: break every link that launches something, from a thread
         that is not the owner's, so that nothing on the device waits for a peer. `wherever`: also the link
         that the owner is calling."""
-        return
 
     def invite(self) -> bytes:
         """P's invitation to a new link (NCCL: the unique id; host: who and where this machine is)."""
