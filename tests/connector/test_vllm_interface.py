@@ -192,7 +192,7 @@ FIELDS = {
     },
     "KVCacheTensor": {"block_stride", "host_resident", "layer_stride", "layers", "offset", "size"},
     "KVCacheGroupSpec": {
-        *("enable_kv_transfer", "host_resident", "is_eagle_group", "kv_cache_spec", "layer_names", "role"),
+        *("enable_kv_transfer", "host_resident", "is_eagle_group", "kv_cache_spec", "layer_names", "role")
     },
 }
 """What vLLM says of a layer's memory."""

@@ -122,9 +122,7 @@ def test_d_loads_nothing_of_other_weights(policy: str, ahead: int) -> None:
 
 
 @pytest.mark.parametrize("other", ["", None], ids=["another", "nothing"])
-def test_one_rank_with_another_offer_is_enough_unless_it_gets_nothing(
-    other: str | None,
-) -> None:
+def test_one_rank_with_another_offer_is_enough_unless_it_gets_nothing(other: str | None) -> None:
     """P offers nothing to a stage without KV layers."""
     d = Instance("D", policy="fail", ranks=2)
     name = change(d)

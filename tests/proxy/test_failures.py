@@ -206,15 +206,7 @@ def never_first(deployment: Deployment) -> Behaviour:
 
 
 @pytest.mark.parametrize(
-    "failure",
-    [
-        dies,
-        dies_before_a_token,
-        stops,
-        stops_before_a_token,
-        answer_error(500),
-        answer_error(503),
-    ],
+    "failure", [dies, dies_before_a_token, stops, stops_before_a_token, answer_error(500), answer_error(503)]
 )
 async def test_another_d_serves_what_the_first_failed_before_its_first_token(
     dispatch: Dispatch, failure: Behaviour

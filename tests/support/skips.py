@@ -36,9 +36,7 @@ ALLOWED = (
     Allowed("tests/gpu/", r"needs \d CUDA device", "make gpu-test runs them on a GPU", on_ci=True),
     Allowed("tests/gpu/", "needs CuPy|is not installed", "make gpu-test says what is missing", on_ci=True),
     Allowed(
-        "tests/cli/test_bench.py",
-        "there is a CUDA device",
-        "it tests the sentence of a machine without one",
+        "tests/cli/test_bench.py", "there is a CUDA device", "it tests the sentence of a machine without one"
     ),
     Allowed("tests/links/test_nccl_bindings.py", "there is a CUDA device", "the same"),
     Allowed("tests/kv/test_codecs.py", "has no AMX", "vLLM's kernel is the reference", on_ci=True),

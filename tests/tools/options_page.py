@@ -125,15 +125,7 @@ def proxy_rows(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 def page() -> str:
     return (
-        "\n".join(
-            [
-                HEAD.rstrip(),
-                *instance_rows(),
-                FORMER.rstrip(),
-                PROXY,
-                *proxy_rows(make_parser()),
-            ]
-        )
+        "\n".join([HEAD.rstrip(), *instance_rows(), FORMER.rstrip(), PROXY, *proxy_rows(make_parser())])
         + "\n"
     )
 

@@ -52,10 +52,7 @@ def pair() -> str:
         head = f'<marker id="{name}" {box} orient="auto-start-reverse">'
         return f'{head}<path d="M0 0 8 4 0 8z" fill="{colour}"/></marker>'
 
-    ends = {
-        "there": 'marker-end="url(#thin)"',
-        "both": 'marker-start="url(#thin)" marker-end="url(#thin)"',
-    }
+    ends = {"there": 'marker-end="url(#thin)"', "both": 'marker-start="url(#thin)" marker-end="url(#thin)"'}
     ends["control"] = f'stroke-dasharray="5 4" {ends["both"]}'
     path, above = KV
     lines = [

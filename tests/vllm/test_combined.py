@@ -185,13 +185,7 @@ def pair_of(
         options["proxy"] = proxy.discovery
     made = [
         probing_server(
-            model,
-            role,
-            probes,
-            name=f"{name}-{role}",
-            plugins=FORKED,
-            extra_args=settings,
-            **options,
+            model, role, probes, name=f"{name}-{role}", plugins=FORKED, extra_args=settings, **options
         )
         for role, settings in (("P", p), ("D", d))
     ]

@@ -226,11 +226,7 @@ def test_engines_of_p_and_d_behind_both_dispatches(
 @pytest.mark.parametrize("group", ["dense-2-to-2"], indirect=True)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_routers_that_know_no_data_parallel_ranks(
-    group: Group,
-    name: str,
-    pytestconfig: pytest.Config,
-    logs: Path,
-    servers_on_failure: Callable[..., None],
+    group: Group, name: str, pytestconfig: pytest.Config, logs: Path, servers_on_failure: Callable[..., None]
 ) -> None:
     """Whichever engines their ids name, vLLM's HTTP servers choose by themselves."""
     process = router(name, pytestconfig, logs, group.spare)

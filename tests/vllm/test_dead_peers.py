@@ -119,10 +119,7 @@ def test_a_freeze_of_two_thirds_of_the_lease_fails_no_request(
         wait_until(pair.serving, "a pair that serves", 200.0)
     before = done(pair)
     worker = worker_of(victim)
-    freeze, thaw = {
-        "instance": (victim.freeze, victim.thaw),
-        "worker": (worker.suspend, worker.resume),
-    }[what]
+    freeze, thaw = {"instance": (victim.freeze, victim.thaw), "worker": (worker.suspend, worker.resume)}[what]
     with ThreadPoolExecutor(PROMPTS) as pool:
         if moment == "before the handshake":
             freeze()

@@ -52,11 +52,7 @@ class LiteLlm(ServerProcess):
         # YAML takes JSON.
         config.write_text(
             json.dumps(
-                {
-                    "model_list": models,
-                    "litellm_settings": settings,
-                    "general_settings": {"master_key": KEY},
-                }
+                {"model_list": models, "litellm_settings": settings, "general_settings": {"master_key": KEY}}
             )
         )
         command = [str(folder / "bin" / "litellm"), "--config", str(config), "--host", LOOPBACK]

@@ -173,11 +173,7 @@ FAMILIES = {
         tie=inf,
     ),
     "MLA with AMX": Family(
-        TinyDeepseek(),
-        _pairs((1, 2), (2, 1)),
-        ("--attention-backend", "AMX_MLA"),
-        "bfloat16",
-        tie=inf,
+        TinyDeepseek(), _pairs((1, 2), (2, 1)), ("--attention-backend", "AMX_MLA"), "bfloat16", tie=inf
     ),
     "n-gram": Family(fleet.MODEL, ((SMALL, NGRAM), (NGRAM, NGRAM)), plain=SMALL, answer=16),
     "EAGLE": Family(fleet.MODEL, ((EAGLE, EAGLE),), dropped=32, plain=SMALL, answer=16),

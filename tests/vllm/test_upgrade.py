@@ -256,10 +256,7 @@ def loaded(server: VllmServer) -> int:
     return int(report["transfers_loaded"])
 
 
-OTHERS = {
-    "the version before": version_before,
-    "another protocol": another_protocol,
-}
+OTHERS = {"the version before": version_before, "another protocol": another_protocol}
 
 
 @pytest.fixture(

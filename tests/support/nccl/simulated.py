@@ -112,13 +112,7 @@ class SimulatedNccl(Nccl):
         channels: multiprocessors of an operation.
     """
 
-    def __init__(
-        self,
-        *,
-        version: int = 22809,
-        gpu: GpuQueues | None = None,
-        channels: int = 8,
-    ) -> None:
+    def __init__(self, *, version: int = 22809, gpu: GpuQueues | None = None, channels: int = 8) -> None:
         self.gpu = gpu
         self.channels = channels
         self.binding = "a simulation"

@@ -46,11 +46,7 @@ def instance(proxy: ProxyServer, model: Path, logs: Path, role: str, **options: 
         name=name,
         log_path=logs / f"{name}.log",
         extra_args=[*SETTINGS, "--no-enable-prefix-caching", *options.pop("more_args", ())],
-        **{
-            "extra_config": SHORT,
-            "load_failure_policy": "recompute" if role == "D" else None,
-            **options,
-        },
+        **{"extra_config": SHORT, "load_failure_policy": "recompute" if role == "D" else None, **options},
     )
 
 
