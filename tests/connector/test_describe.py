@@ -100,6 +100,14 @@ def test_layers_with_kv_heads_of_their_own() -> None:
     assert [(group.heads, group.row_bytes) for group in said_of_both.groups] == [(2, 128), (4, 64)]
 
 
+def heads_said(config: VllmConfig, *specs: Any) -> list[int]:
+    """Of a cache with a group for each."""
+    named = {f"l.{number}": spec for number, spec in enumerate(specs)}
+    caches = {name: torch.zeros(4, spec.num_kv_heads, BLOCK, 32) for name, spec in named.items()}
+    kv = kv_groups(*(([name], spec) for name, spec in named.items()))
+    return [group.heads for group in cache_of(config, Layers(caches, kv))[1].groups]
+
+
 @pytest.mark.parametrize(
     "own", [{"swa_num_key_value_heads": 8}, {"attention_other_setting": {"num_attention_groups": 8}}]
 )
@@ -111,11 +119,8 @@ def test_windows_with_kv_heads_of_their_own_on_more_ranks_than_the_model_has_hea
     config.model_config.model_arch_config.total_num_kv_heads = 4
     for name, value in own.items():
         setattr(config.model_config.hf_text_config, name, value)
-    one = replace(FULL, num_kv_heads=1)
     window = SlidingWindowSpec(**(ATTENTION | {"num_kv_heads": 1}), sliding_window=32)
-    kv = kv_groups((["l.0"], one), (["l.1"], window))
-    said = cache_of(config, Layers({name: torch.zeros(4, 1, BLOCK, 32) for name in ("l.0", "l.1")}, kv))[1]
-    assert [group.heads for group in said.groups] == [4, 8]
+    assert heads_said(config, replace(FULL, num_kv_heads=1), window) == [4, 8]
 
 
 def test_a_convolution_beside_full_attention_is_a_window_with_that_attentions_heads() -> None:
@@ -135,16 +140,14 @@ def test_layers_whose_kv_heads_the_models_configuration_has() -> None:
     config = with_parallel(tensor_parallel_size=4)
     model = config.model_config.model_arch_config
     model.total_num_kv_heads, model.per_layer_overrides = 8, [{}, {"total_num_kv_heads": 2}]
-    specs = {f"l.{number}": replace(FULL, num_kv_heads=held) for number, held in enumerate((2, 1))}
-    kv = kv_groups(*(([name], spec) for name, spec in specs.items()))
-    caches = {name: torch.zeros(4, spec.num_kv_heads, BLOCK, 32) for name, spec in specs.items()}
-    assert [group.heads for group in cache_of(config, Layers(caches, kv))[1].groups] == [8, 2]
+    specs = [replace(FULL, num_kv_heads=held) for held in (2, 1)]
+    assert heads_said(config, *specs) == [8, 2]
     # Nemotron-NAS: vLLM gives the first layer's number for the model's.
     model.per_layer_overrides, text = None, config.model_config.hf_text_config
     text.num_attention_heads = 16
     sizes = [SimpleNamespace(n_heads_in_group=each) for each in (2, 8)]
     text.block_configs = [SimpleNamespace(attention=each) for each in sizes]
-    assert [group.heads for group in cache_of(config, Layers(caches, kv))[1].groups] == [8, 2]
+    assert heads_said(config, *specs) == [8, 2]
 
 
 def test_a_model_that_spreads_heads_otherwise_is_refused() -> None:

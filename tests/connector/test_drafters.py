@@ -118,29 +118,20 @@ def test_drafters_without_kv_and_numbers_of_guesses_may_differ() -> None:
     negotiate(hello("P", eagle(guesses=2), EAGLE_LAYERS), hello("D", eagle(guesses=5), EAGLE_LAYERS))
 
 
-def test_a_drafters_configuration_counts_but_for_what_vllm_derives_from_its_own_options() -> None:
-    """The longest request and the number of guesses may differ between P and D."""
-    seen = []
-    derived = {"max_position_embeddings": 99, "num_lookahead_tokens": 5, "dspark_draft_topk": 4}
-    for settings in ({}, derived, {"rms_norm_eps": 1.0}):
-        config = vllm_config("D", drafter=draft_model())
-        config.speculative_config.draft_model_config.hf_config.update(settings)
-        seen.append(drafter_of(config))
-    assert seen[0] == seen[1] != seen[2]
-
-
-def test_what_a_drafters_class_writes_into_its_configuration_does_not_count() -> None:
-    """EAGLE-3 does. Of several pipeline stages only the last one makes a drafter, and all say the same."""
+def test_a_drafters_configuration_counts_but_for_what_vllm_and_its_own_class_write_there() -> None:
+    """The longest request and the number of guesses may differ between P and D. EAGLE-3's class writes, and
+    of several pipeline stages only the last one makes a drafter, and all say the same."""
     files = (Path(vllm.__file__).parent / "model_executor" / "models").glob("*.py")
     drafters = [each for each in files if re.search("eagle|dflash|dspark|xpress|mtp", each.name)]
     written = {name for each in drafters for name in re.findall(r"self\.config\.(\w+) = ", each.read_text())}
     assert "target_layer_count" in written
     seen = []
-    for settings in ({}, dict.fromkeys(written, 2)):
+    derived = {"max_position_embeddings": 99, "num_lookahead_tokens": 5, "dspark_draft_topk": 4}
+    for settings in ({}, derived, dict.fromkeys(written, 2), {"rms_norm_eps": 1.0}):
         config = vllm_config("D", drafter=draft_model())
         config.speculative_config.draft_model_config.hf_config.update(settings)
         seen.append(drafter_of(config))
-    assert seen[0] == seen[1]
+    assert seen[0] == seen[1] == seen[2] != seen[3]
 
 
 def test_a_drafters_cache_may_have_a_type_of_its_own() -> None:

@@ -226,14 +226,10 @@ def test_layers_without_a_hook_between_others_wake_the_engine_no_sooner() -> Non
         layers.ended()
         layers.end(said.append)
         computed = said[:-1]
-        runs = [[each.layer for each in computed if each.fence is fence] for fence in unique(computed)]
+        fences = {id(each.fence): each.fence for each in computed}.values()
+        runs = [[each.layer for each in computed if each.fence is fence] for fence in fences]
         assert runs[:3] == [[0, 2, 4], [6, 8, 10], last]
         assert computed[-1].layer_stop == 16
-
-
-def unique(said: list[Any]) -> list[Any]:
-    """Their fences, each once."""
-    return list({id(each.fence): each.fence for each in said}.values())
 
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit])

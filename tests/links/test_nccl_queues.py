@@ -107,22 +107,12 @@ class Mesh:
         announced: bool = True,
         processors: int = 132,
         sides: tuple[int, int] = (2, 2),
-        in_flight: int = 1,
-        group_bytes: int = 0,
+        **options: int,
     ) -> None:
+        options = {"group_bytes": 0, "processors": processors, **options}
         self.gpus = [[SimulatedGpu(queues, processors) for _ in range(side)] for side in sides]
         self.ranks: list[list[NcclLinks]] = [
-            [
-                nccl_links(
-                    gpu=gpu,
-                    announced=announced,
-                    processors=processors,
-                    in_flight=in_flight,
-                    group_bytes=group_bytes,
-                )
-                for gpu in gpus
-            ]
-            for gpus in self.gpus
+            [nccl_links(gpu=gpu, announced=announced, **options) for gpu in gpus] for gpus in self.gpus
         ]
         self.lines: dict[tuple[int, int], Line] = {}
         for (i, p), (j, d) in itertools.product(*map(enumerate, self.ranks)):

@@ -21,13 +21,8 @@ def test_each_kind_has_windows_of_its_own() -> None:
 
 def test_who_has_a_clock_of_its_own_says_what_it_is() -> None:
     limit = RateLimit(seconds=60.0)
-    assert [limit.admits(now=now) for now in (0.0, 59.0, 60.0, 100.0, 120.0)] == [
-        True,
-        False,
-        True,
-        False,
-        True,
-    ]
+    times = (0.0, 59.0, 60.0, 100.0, 120.0)
+    assert [now for now in times if limit.admits(now=now)] == [0.0, 60.0, 120.0]
 
 
 def test_a_log_cannot_be_filled(caplog: pytest.LogCaptureFixture) -> None:
