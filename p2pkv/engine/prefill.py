@@ -175,7 +175,9 @@ class Prefill:
 
     def heartbeat(self, peer: DecodePeer, message: m.Heartbeat, now: float) -> None:
         """D's rank waits for these; answer which of them P knows."""
-        self._ranks.heartbeat(peer, bool(message.transfers), now)
+        peer.alive(bool(message.transfers), now)
+        if message.transfers:
+            self._ranks.invite(peer, now)
         effects = self._ctx.effects
         self._ended.expire(now)
         held: list[tuple[str, int]] = []

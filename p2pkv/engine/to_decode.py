@@ -451,11 +451,6 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         log_connected(hello, formats, peer.verify)
         self.invite(peer, now)
 
-    def heartbeat(self, peer: DecodePeer, wants: bool, now: float) -> None:
-        peer.alive(wants, now)
-        if wants:
-            self.invite(peer, now)
-
     def accept(self, peer: DecodePeer, message: m.LinkAccept, now: float) -> None:
         peer.alive(False, now)
         try:
