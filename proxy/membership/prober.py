@@ -81,8 +81,9 @@ class Prober:
         now = self._clock()
         self._gone = {each for each in self._gone.union(self._registry.expire(now)) if each.load}
         doubtful = {*self._registry.late(now), *self._gone}
+        instances = {*self._registry.known("P"), *self._registry.known("D")}
         await asyncio.gather(
-            *(self._probe(instance) for instance in self._registry.unready()),
+            *(self._probe(instance) for instance in instances if not instance.healthy),
             *(self._doubt(instance) for instance in doubtful),
         )
         self.changed()

@@ -285,10 +285,6 @@ class Registry:
             if each.places >= room:
                 self.full.add(each)
 
-    def unready(self) -> list[Instance]:
-        """Those whose /health has yet to answer."""
-        return [instance for instance in self._instances.values() if not instance.healthy]
-
     def late(self, now: float) -> list[Instance]:
         """Those with requests in flight whose ping is late."""
         late = now - self.life * _DOUBT
