@@ -63,6 +63,10 @@ def test_rings_of_different_sizes_do_not_fit() -> None:
 # The sentences.
 
 
+def differ(what: str, ours: object, theirs: object) -> str:
+    return f"{what} differ: {ours} at p:21000, {theirs} at d:22000"
+
+
 REFUSALS: dict[str, tuple[Hello, list[str]]] = {
     "version": (hello("D", version=99), [f"versions differ: {PROTOCOL_VERSION} at p:21000, 99 at d:22000"]),
     "role": (hello("P", address="q:1"), ["p:21000", "q:1", "both", "role P", "kv_producer", "kv_consumer"]),
@@ -70,16 +74,16 @@ REFUSALS: dict[str, tuple[Hello, list[str]]] = {
     "addresses": (hello("D", addresses=("d:22000",)), ["d:22000 names 1 ranks", "lies on 4"]),
     "weights": (
         hello("D", weights="v", model="other"),
-        ["weights differ: w at p:21000, v at d:22000", "same model (here m, there other)"],
+        [differ("weights", "w", "v"), "same model (here m, there other)"],
     ),
-    "link": (hello("D", link="nccl"), ["links differ: host at p:21000, nccl at d:22000", "`link`"]),
+    "link": (hello("D", link="nccl"), [differ("links", "host", "nccl"), "`link`"]),
     "checksum": (
         hello("D", digest="fold-64", verify=True),
-        ["checksums differ: xxh3-64 at p:21000, fold-64 at d:22000", "`verify`"],
+        [differ("checksums", "xxh3-64", "fold-64"), "`verify`"],
     ),
     "dtype": (
         hello("D", cache(dtype="float8_e4m3fn")),
-        ["types differ: bfloat16 at p:21000, float8_e4m3fn at d:22000", "--kv-cache-dtype"],
+        [differ("types", "bfloat16", "float8_e4m3fn"), "--kv-cache-dtype"],
     ),
     "codec": (
         hello("D", cache(codec="page:neon", unit_tokens=16, row_bytes=1024)),
@@ -92,35 +96,29 @@ REFUSALS: dict[str, tuple[Hello, list[str]]] = {
     ),
     "row": (
         hello("D", cache(row_bytes=128)),
-        ["bytes per token and head differ: 64 at p:21000, 128 at d:22000", "same cache type"],
+        [differ("bytes per token and head", "64", "128"), "same cache type"],
     ),
     "packed row": (
         hello("D", cache(codec="page:vec", unit_tokens=32, row_bytes=32 * 128)),
-        ["bytes per token and head differ: 64 at p:21000, 128 at d:22000"],
+        [differ("bytes per token and head", "64", "128")],
     ),
     "dtype fp8 in bytes": (
         hello("D", cache(dtype="uint8 (fp8_e4m3)", row_bytes=32)),
-        ["types differ: bfloat16 at p:21000, uint8 (fp8_e4m3) at d:22000", "--kv-cache-dtype", "--dtype"],
+        [differ("types", "bfloat16", "uint8 (fp8_e4m3)"), "--kv-cache-dtype", "--dtype"],
     ),
     "dtype, and so the weights": (
         hello("D", cache(dtype="float32"), weights="v"),
-        ["types differ: bfloat16 at p:21000, float32 at d:22000", "--dtype"],
+        [differ("types", "bfloat16", "float32"), "--dtype"],
     ),
-    "names": (
-        hello("D", cache(layer_names="names-b")),
-        ["KV layers differ: names-a at p:21000, names-b at d:22000"],
-    ),
+    "names": (hello("D", cache(layer_names="names-b")), [differ("KV layers", "names-a", "names-b")]),
     "window": (
         hello("D", cache(window=64)),
-        ["attention windows differ: 0 at p:21000, 64 at d:22000", "--disable-hybrid-kv-cache-manager"],
+        [differ("attention windows", "0", "64"), "--disable-hybrid-kv-cache-manager"],
     ),
-    "once": (
-        hello("D", cache(once=True)),
-        ["rows per request differ: one for each token at p:21000, one at d:22000"],
-    ),
+    "once": (hello("D", cache(once=True)), [differ("rows per request", "one for each token", "one")]),
     "tokens of a row": (
         hello("D", cache(unit_tokens=4)),
-        ["rows per request differ: one for each token at p:21000, one for 4 tokens at d:22000"],
+        [differ("rows per request", "one for each token", "one for 4 tokens")],
     ),
     "layers": (hello("D", cache(layers=(3, 2))), ["p:21000 and d:22000", "4 KV layers", "5"]),
     "heads": (hello("D", cache(heads=8)), ["p:21000 and d:22000", "4 KV heads", "8"]),
