@@ -290,13 +290,6 @@ def test_a_model_that_is_out_for_now_is_no_unknown_one_and_not_asked_of_others(
             assert router.choose(RoutingRequest("x"), now).decode.names == {"y"}, "who says that it has none"
 
 
-def test_a_d_is_asked_for_an_adapter_that_only_a_p_has() -> None:
-    """Its 404 is the answer."""
-    router, (p, d) = fleet(("P", {"model": "x"}), ("D", {"model": "x"}))
-    p.learn(frozenset({"x", "lonely"}), 0)
-    assert router.choose(RoutingRequest("lonely"), 0.0).decode is d
-
-
 # What the router keeps of all instances between two requests is what it would compute anew.
 
 
