@@ -94,10 +94,7 @@ REFUSALS: dict[str, tuple[Hello, list[str]]] = {
             "--block-size",
         ],
     ),
-    "row": (
-        hello("D", cache(row_bytes=128)),
-        [differ("bytes per token and head", "64", "128"), "same cache type"],
-    ),
+    "row": (hello("D", cache(row_bytes=128)), [differ("bytes per token and head", 64, 128), "cache type"]),
     "packed row": (
         hello("D", cache(codec="page:vec", unit_tokens=32, row_bytes=32 * 128)),
         [differ("bytes per token and head", "64", "128")],
