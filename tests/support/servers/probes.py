@@ -47,7 +47,8 @@ def notes(probes: Path, side: str, since: Mapping[Path, int] = MappingProxyType(
     for file in sorted(probes.glob(f"{side}.*.jsonl")):
         with file.open("rb") as lines:
             lines.seek(since.get(file, 0))
-            for note in map(json.loads, lines):
+            # The last line may be under way.
+            for note in (json.loads(line) for line in lines if line.endswith(b"\n")):
                 found.setdefault(note["key"], {})[note["rank"]] = _note(note)
     return found
 
