@@ -271,9 +271,8 @@ def _without(value: Any, apart: frozenset[str]) -> Any:
 def _by_length(model: ModelConfig) -> str:
     """What --max-model-len has decided about KV: longrope's factors, and Llama 4's attention temperature.
     With `auto`, vLLM has built the model for its longest context, before it has found out what fits."""
-    longest = model.max_model_len
-    if model.original_max_model_len == -1:
-        longest = model.get_and_verify_max_len(-1)
+    auto = model.original_max_model_len == -1
+    longest = model.get_and_verify_max_len(-1) if auto else model.max_model_len
     rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
     ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))]
     longropes = [each for each in ropes if each.get("rope_type") == "longrope"]

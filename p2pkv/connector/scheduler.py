@@ -360,9 +360,12 @@ def leave_out_last(request: Request, tokens: int) -> None:
     """Let vLLM compute the prompt without its last tokens, and then one token that is not used."""
     if request.num_prompt_tokens <= tokens:
         return
-    for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
-        if (known := getattr(request, name)) is not None:
-            setattr(request, name, known[:-tokens])  # a copy: children of n may share the list
+    if request.prompt_token_ids is not None:
+        request.prompt_token_ids = request.prompt_token_ids[:-tokens]  # children of n may share the list
+    if request.prompt_embeds is not None:
+        request.prompt_embeds = request.prompt_embeds[:-tokens]
+    if request.prompt_is_token_ids is not None:
+        request.prompt_is_token_ids = request.prompt_is_token_ids[:-tokens]
     del request._all_token_ids[-tokens:]
     request.num_prompt_tokens -= tokens
     request.max_tokens = 1

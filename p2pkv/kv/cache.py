@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from p2pkv.device import make_recorder
+from p2pkv.device import Fence, make_recorder
 from p2pkv.kv import layouts
 from p2pkv.kv.checksum import Checksum
 from p2pkv.kv.copiers import Copier, copier_of
@@ -90,8 +90,7 @@ class PagedCache:
         self.tables = tuple(page.table for page in pages)
         self.digest_name = self.copier.digest_name
         self._spans = self.copier.spans
-        self.fence = make_recorder(self.device)
-        """Makes a fence behind all copies that the calling thread has queued on its current stream."""
+        self._record = make_recorder(self.device)
 
     @classmethod
     def from_tensors(
@@ -198,6 +197,10 @@ class PagedCache:
         """The checksum of uint8 [n] on the cache's device: on CUDA queued on the current stream, on a CPU
         known on return, and the GIL is free while it is computed."""
         return self.copier.digest(buffer)
+
+    def fence(self) -> Fence:
+        """A fence behind all copies that the calling thread has queued on its current stream."""
+        return self._record()
 
     def prepare(self, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: CachedTables) -> None:
         """A gather or scatter of this rectangle will come: do what needs no buffer. Raises as they do."""
