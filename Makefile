@@ -1,5 +1,5 @@
 # make demo    a prefill and a decode server on this machine, compared with a single server
-# make test    the tests, with real vLLM servers among them, but those of test-long: 13 minutes on two cores
+# make test    the tests, with real vLLM servers among them, but those of test-long: 9 minutes on two cores
 # make test-long   those that take longer: servers killed, frozen and stopped one after the other; and test-033
 # make test-033    the connector's tests and the main pairs of servers, with vLLM 0.33's Python over the CPU kernels of 0.32
 # make unit    the tests that start no vLLM server

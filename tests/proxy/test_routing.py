@@ -288,6 +288,9 @@ def test_a_model_that_is_out_for_now_is_no_unknown_one_and_not_asked_of_others(
         assert router.missing(now) == []
         with nullcontext() if others == "y" else pytest.raises(UnknownModel):
             assert router.choose(RoutingRequest("x"), now).decode.names == {"y"}, "who says that it has none"
+    pool[len(roles)].learn(frozenset({"y", "on P"}), 0)  # an adapter; the answer to it is 404
+    with nullcontext() if others == "y" or "both" in roles else pytest.raises(UnknownModel):
+        assert router.choose(RoutingRequest("on P"), now).decode.serves("y")
 
 
 # What the router keeps of all instances between two requests is what it would compute anew.

@@ -124,10 +124,8 @@ def proxy_rows(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def page() -> str:
-    return (
-        "\n".join([HEAD.rstrip(), *instance_rows(), FORMER.rstrip(), PROXY, *proxy_rows(make_parser())])
-        + "\n"
-    )
+    rows = [HEAD.rstrip(), *instance_rows(), FORMER.rstrip(), PROXY, *proxy_rows(make_parser())]
+    return "\n".join(rows) + "\n"
 
 
 if __name__ == "__main__":
