@@ -7,7 +7,6 @@ named here. Where one cannot be had, its tests are skipped and say why.
 
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from p2pkv.control.endpoint import inspect
 from p2pkv.demo import answers, client
 from p2pkv.demo.processes import ServerProcess, free_ports, wait_until
 from p2pkv.demo.servers import LOOPBACK, VllmServer, cpu_environment
-from p2pkv.pairing import Address, find_pair
+from p2pkv.pairing import Address
 from support.servers.fleet import (
     BLOCK,
     CHUNK,
@@ -107,7 +106,7 @@ def ray_python(pytestconfig: pytest.Config) -> Path:
 class RayServe(ServerProcess):
     """examples/ray_serve_llm.py with one P and one D."""
 
-    def __init__(self, python: Path, model: Path, log_path: Path, **env: str) -> None:
+    def __init__(self, python: Path, model: Path, log_path: Path) -> None:
         port, self.on_p, self.on_d = free_ports(), free_ports(), free_ports()
         self.base_url = f"http://{LOOPBACK}:{port}"
         command = [str(python), str(EXAMPLE), str(model), "--cpu", "--name", MODEL_NAME, "--ray-cpus", "16"]
@@ -126,7 +125,6 @@ class RayServe(ServerProcess):
                 "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
                 "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
                 "RAY_worker_register_timeout_seconds": "300",
-                **env,
             },
         )
 
@@ -137,48 +135,6 @@ class RayServe(ServerProcess):
     def _serves(self) -> bool:
         assert self.running(), self.log_tail()
         return "\nready: " in self.log_path.read_text()
-
-
-@pytest.mark.timeout(600)
-def test_the_backend_in_rays_own_app(
-    ray_python: Path, tiny_model: Path, tmp_path: Path, servers_on_failure: Any
-) -> None:
-    """With engines that compute nothing: P and D are asked at once, with one id that names both."""
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-    ray = RayServe(
-        ray_python,
-        tiny_model,
-        tmp_path / "ray.log",
-        RAYLLM_VLLM_ENGINE_CLS="stub_ray_engine.StubEngine",
-        P2PKV_STUB_NOTES=str(notes),
-        PYTHONPATH=path,
-    )
-    servers_on_failure(ray)
-    with ray:
-        ray.wait_serving()
-        body = {"model": MODEL_NAME, "prompt": "hello", "max_tokens": 5}
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            made = list(
-                pool.map(lambda _: client.post(f"{ray.base_url}/v1/completions", body), range(AT_ONCE))
-            )
-    asked = {
-        role: {
-            note["id"]: note
-            for note in map(json.loads, (each.read_text() for each in notes.glob(f"{role}-*")))
-        }
-        for role in ("P", "D")
-    }
-    ids = {each["choices"][0]["text"] for each in made}
-    assert len(ids) == AT_ONCE and asked["P"].keys() == asked["D"].keys() == ids
-    for each in ids:
-        pair = find_pair(each)
-        assert (pair.prefill, pair.decode) == (Address(LOOPBACK, ray.on_p), Address(LOOPBACK, ray.on_d))
-    told = {
-        role: {(n["max_tokens"], n["stream"], n["kv_port"]) for n in asked[role].values()} for role in asked
-    }
-    assert told == {"P": {(1, False, ray.on_p)}, "D": {(5, False, ray.on_d)}}
 
 
 @pytest.mark.timeout(600)
