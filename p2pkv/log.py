@@ -32,6 +32,8 @@ class RateLimit:
         left_out = 0
         if now - since >= self._seconds:
             left_out, since, count = max(0, count - self._burst), now, 0
+        if len(self._windows) >= 1 << 13:  # of addresses, perhaps, of which there are others every day
+            self._windows.clear()
         self._windows[kind] = since, count + 1
         return count < self._burst, left_out
 

@@ -14,6 +14,7 @@ A transfer key is what is equal on both sides: the id and the prompt index, with
 import ipaddress
 import re
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -55,12 +56,10 @@ def normal_host(text: str) -> str:
 
 
 def _numeric(host: str) -> str:
-    try:
+    with suppress(ValueError):
         address = ipaddress.ip_address(host)
         if getattr(address, "scope_id", None) is None:
             return address.compressed
-    except ValueError:
-        pass
     shown = _shown(host)
     if ":" in host:
         raise PairingError(f"{shown} is not an IPv6 address: expected one such as fd00::1, without a zone id")

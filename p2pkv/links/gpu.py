@@ -175,8 +175,8 @@ class HelperThreads:
 
         thread = threading.Thread(target=main, name=name, daemon=True)
         with self._lock:
+            thread.start()  # which fails where there may be no more threads
             self._running[thread] = time.monotonic() + seconds
-        thread.start()
 
     @property
     def busy(self) -> int:

@@ -12,6 +12,7 @@ import torch
 from p2pkv.bench.nccl import PARTS, parts_of, parts_table
 from p2pkv.links import nccl_ends
 from p2pkv.links.base import LinkError, LinkSettings, decode_blob, encode_blob
+from p2pkv.links.gpu import HelperThreads
 from p2pkv.links.nccl import NcclAcceptance, NcclInbound, NcclLinks, make_links
 from p2pkv.links.watchdog import Watchdog
 from support.links.pairs import Pair, connect, from_another_thread, links_of, nccl_links, simulated
@@ -83,6 +84,14 @@ def test_what_comes_up_after_it_was_given_up_is_aborted() -> None:
     outbound.poll()
     outbound.abort()
     assert d.staging.used == p.staging.used == 0
+
+
+def test_a_thread_that_could_not_begin_does_not_count_as_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    helpers = HelperThreads()
+    with pytest.raises(RuntimeError, match="new thread"):
+        helpers.run("one", 0.0, lambda: None)
+    assert helpers.busy == helpers.stuck == 0
 
 
 def test_too_many_stuck_threads_are_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:

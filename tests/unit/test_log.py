@@ -17,6 +17,8 @@ def test_each_kind_has_windows_of_its_own() -> None:
     clock[0] = 110.0
     assert limit.count("a") == (True, 3)
     assert limit.count("a") == (True, 0)
+    assert sum(map(limit.admits, range(3 << 13))) == 3 << 13
+    assert len(limit._windows) <= 1 << 13, "addresses, of which there are others every day"
 
 
 def test_who_has_a_clock_of_its_own_says_what_it_is() -> None:
