@@ -123,7 +123,8 @@ test-long: $(STAMP)
 # A cache of its own: in vLLM's, 0.32 and 0.33 overwrite what the other has found out about its models.
 test-033: $(STAMP_033)
 	@VLLM_CACHE_ROOT=$(CURDIR)/$(VENV_033)/cache $(VENV_033)/bin/python -m pytest $(SIDE_BY_SIDE) -m "vllm $(NO_GPU)" \
-	  tests/connector tests/proxy/test_drawn_fields.py $(SERVERS_033:%=tests/vllm/test_%.py) $(ARGS)
+	  tests/connector tests/proxy/test_drawn_fields.py tests/proxy/test_vllm_answers.py \
+	  $(SERVERS_033:%=tests/vllm/test_%.py) $(ARGS)
 
 unit: $(STAMP)
 	@$(PY) -m pytest $(SIDE_BY_SIDE) -m "not servers and not long $(NO_GPU)" $(ARGS)

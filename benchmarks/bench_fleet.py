@@ -42,7 +42,7 @@ from p2pkv_proxy.membership.instance import Instance
 from p2pkv_proxy.membership.partner_lists import PartnerLists
 from p2pkv_proxy.membership.registry import Registry, random_turn
 from p2pkv_proxy.policies import Pick, Policy, Routing, RoutingRequest
-from p2pkv_proxy.routing import POLICIES, NoInstance, Router, UnknownModel
+from p2pkv_proxy.routing import POLICIES, NoInstance, PrefillMode, Router, UnknownModel
 
 FIRST_TOKEN, PAUSE = 2.0, 0.025
 """A request is good if its first token comes within these seconds, and its mean pause is no longer."""
@@ -312,9 +312,8 @@ class Fleet:
     # One request, as service.py and attempt.py do it.
 
     async def _serve(self, proxy: Proxy, asked: Asked, began: float) -> None:
-        request = RoutingRequest(
-            "m", cast(Prompt, ModelledPrompt(asked.tokens, asked.blocks)), session=asked.session
-        )
+        prompt = cast(Prompt, ModelledPrompt(asked.tokens, asked.blocks))
+        request = RoutingRequest("m", prompt, session=asked.session)
         try:
             async with proxy.admission.place(request, paired=True) as place:
                 await self._attempts(proxy, asked, place, began)
@@ -360,13 +359,13 @@ class Fleet:
                     if await proxy.admission.resume(place, failed, resumes - closed, free=closed):
                         resumes += not closed
                         continue
-                elif not sent and await proxy.admission.try_elsewhere(
-                    place, culprit, failed, tries - closed, free=closed
-                ):
-                    tries += not closed
-                    continue
-                elif not sent and culprit is prefill and proxy.admission.move_to_decode_alone(place, failed):
-                    continue
+                elif not sent:
+                    admission = proxy.admission
+                    if await admission.try_elsewhere(place, culprit, failed, tries - closed, free=closed):
+                        tries += not closed
+                        continue
+                    if culprit is prefill and admission.move(place, PrefillMode.UNAVAILABLE, failed):
+                        continue
                 self._lost("after its first token" if sent else "before its first token")
                 return
 

@@ -56,9 +56,8 @@ def report(proxy: Proxy) -> dict[str, Any]:
     missing = [STOPPING] if proxy.active.stopping else proxy.router.missing(now)
     there = {name: len(proxy.registry.routable(role, now)) for name, role in ROLES.items()}
     able = there["decode"] > 0 and (proxy.limits.decode_alone > 0 or proxy.router.has_pair(now))
-    serves = able and not proxy.active.stopping
     return {
-        "status": UNAVAILABLE if not serves else "degraded" if missing else "ok",
+        "status": UNAVAILABLE if not able or proxy.active.stopping else "degraded" if missing else "ok",
         **there,
         "missing": missing,
         "gauges": proxy.gauges(),

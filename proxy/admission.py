@@ -199,8 +199,8 @@ class Admission:
         return not others or sum(each.room - each.places for each in able) > others
 
     def move(self, place: RequestPlace, mode: PrefillMode, avoid: frozenset[Instance]) -> bool:
-        """Puts a request at other instances, without a wait; its own place may be the last one there is.
-        False if there are none with room: then it stays."""
+        """Puts a request at other instances, or with UNAVAILABLE at a D alone, without a wait; its own place
+        may be the last one there is. False if there are none with room: then it stays."""
         try:
             self._move(place, mode, avoid)
         except Unroutable:
@@ -229,10 +229,6 @@ class Admission:
             return False
         self.advance()
         return True
-
-    def move_to_decode_alone(self, place: RequestPlace, avoid: frozenset[Instance]) -> bool:
-        """Lets a D alone go on with a request. False if none may compute another prompt alone."""
-        return self.move(place, PrefillMode.UNAVAILABLE, avoid)
 
     def advance(self) -> None:
         """Gives out what places there are; call it when there may be new ones."""
@@ -457,7 +453,7 @@ class Admission:
         moved = (
             self.move(place, mode, others)
             or (others != failed and self.move(place, mode, failed))
-            or (alone and self.move_to_decode_alone(place, failed))
+            or (alone and self.move(place, PrefillMode.UNAVAILABLE, failed))
         )
         self._counters.retried += moved
         return moved

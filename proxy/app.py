@@ -5,7 +5,7 @@ import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -118,14 +118,13 @@ class BoundedRunner(web.AppRunner):
 
     async def _secure(self, connection: socket.socket) -> None:
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: _Newcomer(partial(self._serve, connection)),
-                connection,
-                ssl=self._tls,
-                ssl_handshake_timeout=_HANDSHAKE_SECONDS,
-            )
-        except OSError:
-            pass  # the client has left, was too slow, or speaks no TLS
+            with suppress(OSError):  # the client has left, was too slow, or speaks no TLS
+                await asyncio.get_running_loop().connect_accepted_socket(
+                    lambda: _Newcomer(partial(self._serve, connection)),
+                    connection,
+                    ssl=self._tls,
+                    ssl_handshake_timeout=_HANDSHAKE_SECONDS,
+                )
         finally:
             self._handshakes.pop(connection, None)
 
@@ -414,7 +413,7 @@ def make_app(
 
     async def running(app: web.Application) -> AsyncIterator[None]:
         async with AsyncExitStack() as cleanup:
-            client = await cleanup.enter_async_context(Client())
+            client = await cleanup.enter_async_context(aclosing(Client()))
             known = registry or Registry(lease=limits.lease, first_turn=random_turn)
             membership = Membership(client.pooled, known)
             cleanup.callback(membership.close)

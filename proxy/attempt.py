@@ -342,8 +342,13 @@ class Attempt:
             try:
                 answer = await decoding
             except CallFailed as error:
-                if error.end is CallEnd.ERROR:
+                # So vLLM tells of a mistake behind the head of a stream of /v1/responses.
+                broken = error.end is CallEnd.BROKEN and self.body.path == "/v1/responses"
+                if error.end is CallEnd.ERROR or broken:
                     await asyncio.wait((self._rest or prefilling,), timeout=_VERDICT_SECONDS)
+                    prefilled = prefilling.done() and prefilling.result()
+                    if isinstance(prefilled, Outcome) and prefilled.end in REFUSALS:
+                        return prefilled
                 return self._decode_failed(error)
             if d_first and self._plan is not None:
                 self.services.first_tokens.count_from_decode("late")
@@ -499,7 +504,8 @@ class Attempt:
         """How far P's call is, as `assign_blame` wants it."""
         call = self._prefilling
         if call is None:
-            return CallEnd.NOT_MADE
+            refused = self.body.streams and any(each is Charge.IF_P_ACCEPTS for _, each in self.doubted)
+            return CallEnd.REFUSED if refused else CallEnd.NOT_MADE
         # Where P has handed its token on D is asked later, and needs P although that has answered.
         if call.end is CallEnd.PENDING or (self._handed_on is not None and call.end is CallEnd.ANSWERED):
             if call.instance.left is not None:

@@ -6,6 +6,7 @@
   served without this P. The P is charged if it denies access that D grants (it has another key), or if
   another P accepts the request (it lacks an adapter, or has a shorter --max-model-len). If every P refuses
   it, P's part of this request is impossible, and no P is worse for it, or a client could have all paused.
+  Nor is a D whose stream then fails before a token, unless another D answers: vLLM may tell of a mistake so.
 - P's failure before D's first token ends the attempt. In three cases D goes on, and decides: a stopped P lets
   D know itself; a silent P may be alive; and so may one that pings no more, but whose /health answers.
 - D's first token proves that it has the KV of its prompt. Then P's failure matters only to several prompts.
@@ -119,7 +120,8 @@ def assign_blame(
 
     Args:
         other: how far the call to the other one is. A P whose pings have stopped counts as SILENT, and one
-            that has sent its goodbye as STOPPED, even while its call is open.
+            that has sent its goodbye as STOPPED, even while its call is open; of a stream that is left to D
+            alone a P that was asked before, if one has refused it.
         begun: bytes of D's answer have gone to the client.
         one_prompt: D's first token proves that it has all KV.
         sent_twice: over another connection, because the first one was closed before an answer.
@@ -156,6 +158,8 @@ def _of_d(end: CallEnd, prefill: CallEnd, begun: bool, sent_twice: bool) -> Verd
         return Verdict(Blame.CLIENT, RetryKind.NO)
     if end is CallEnd.ERROR and sent_twice:
         return Verdict(Blame.NONE, RetryKind.SAME)
+    if end in (CallEnd.ERROR, CallEnd.BROKEN) and prefill is CallEnd.REFUSED:
+        return Verdict(Blame.D, RetryKind.ELSEWHERE, Charge.IF_D_ACCEPTS)
     if end is CallEnd.ERROR and prefill not in _FINE:
         # P's own call has been charged, or is only silent.
         return Verdict(Blame.P, RetryKind.ELSEWHERE)

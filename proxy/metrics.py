@@ -153,7 +153,7 @@ class Metrics:
         """By the address of the instance."""
         self._models: set[str] = set()
         self._gone: dict[str, float] = {}
-        """Instances that have series and are not registered: when that was seen first."""
+        """Instances that have series and are not registered, and models of none: when that was seen first."""
         self.totals: Tally[str] = Tally()
         """By outcome; the dashboard's view of `requests`."""
         self.pairs: Tally[tuple[str, str]] = Tally()
@@ -252,13 +252,15 @@ class Metrics:
     # Instances that have left.
 
     def forget(self) -> None:
-        """Ends the series of instances that have been gone for long."""
+        """Ends the series of instances, and of models, that have been gone for long."""
         now = self._forgot = self.clock()
-        here = {instance.ping.http_address for instance in self._instances()}
-        self._gone = {name: self._gone.get(name, now) for name in self._addresses() - here}
+        here = {name for each in self._instances() for name in (each.ping.http_address, *each.names)}
+        self._gone = {name: self._gone.get(name, now) for name in (self._addresses() | self._models) - here}
         over = {name for name, since in self._gone.items() if now - since >= _FORGET_SECONDS}
         # Not `remove_by_labels`, which looks at all series each time: of 1,000 instances for seconds.
-        ended = [key for key in self._series if key[0] in self._by_address and key[1][0] in over]
+        at = dict.fromkeys(self._by_address, 0) | {self._requests: 1}
+        ended = [key for key in self._series if key[0] in at and key[1][at[key[0]]] in over]
+        self._models -= over
         for metric, labels in ended:
             del self._series[metric, labels]
             metric.remove(*labels)

@@ -135,7 +135,7 @@ class Choice(NamedTuple):
 class _Fleet:
     """The instances for one model, without those to `avoid`, for as long as nothing changes about them."""
 
-    _of: "_FleetCache"
+    _of: "FleetCache"
     _model: str | None
     _avoid: frozenset[Instance]
 
@@ -180,7 +180,7 @@ class _Fleet:
         return len({each.kind for side in self.pair for each in side}) == 1
 
 
-class _FleetCache:
+class FleetCache:
     """What is computed of all instances once, and not for each request: until one comes, goes, or changes.
 
     Time changes some by itself: one that does not ping becomes silent, at `_until` at the earliest. Those
@@ -201,7 +201,7 @@ class _FleetCache:
         for each in self.decoders:
             self.bases |= dict.fromkeys(each.names, each.ping.model or min(each.names, default=""))
         contexts = [each.context for each in self.decoders]
-        self.context = max(contexts) if contexts and all(contexts) else None
+        self.context = max(contexts) if contexts and all(contexts) else None  # tokens, at most; None: unknown
         sides = self.prefillers, self.decoders
         self._alike = all(len({each.names for each in side}) <= 1 for side in sides)
         self._fleets: dict[str | None, _Fleet] = {}
@@ -215,6 +215,14 @@ class _FleetCache:
             and self.now <= now <= self._until
             and all(self._state(each, now) == state for each, state in self._doubtful.items())
         )
+
+    def knows(self, model: str | None) -> bool:
+        """Whether an instance has listed this model, as far as any is known to list models."""
+        return model is None or not self.bases or model in self.bases
+
+    def base_of(self, model: str | None) -> str:
+        """The base model of a D that may serve this one; "" if none is known."""
+        return self.bases.get(model or "") or next(iter(self.bases.values()), "")
 
     def fleet(self, model: str | None, avoid: frozenset[Instance]) -> _Fleet:
         """For this model, without those to `avoid`. Raises NoInstance or UnknownModel."""
@@ -258,7 +266,7 @@ class Router:
         self._pick_prefill = POLICIES[self.routing.prefill](self.routing)
         self._pick_decode = POLICIES[self.routing.decode](self.routing)
         self._turns = itertools.count(1)
-        self._last: _FleetCache | None = None
+        self._last: FleetCache | None = None
         self.costs = PlacementCosts(self.routing.pause_weight, on_error)
         self._by_cost = self.routing.placement == "auto"
 
@@ -391,7 +399,7 @@ class Router:
 
     def _fleet(self, request: RoutingRequest, now: float, avoid: frozenset[Instance]) -> _Fleet:
         """Raises NoInstance or UnknownModel."""
-        cache = self._fleet_cache(now)
+        cache = self.fleet_cache(now)
         if request.only is not None:
             avoid = avoid.union(each for each in cache.decoders if each is not request.only)
         return cache.fleet(request.model, avoid)
@@ -425,24 +433,10 @@ class Router:
             return able
         raise DecodeAloneFull
 
-    def knows(self, model: str | None, now: float) -> bool:
-        """Whether an instance has listed this model, as far as any is known to list models."""
-        names = self._fleet_cache(now).bases
-        return model is None or not names or model in names
-
-    def base_of(self, model: str | None, now: float) -> str:
-        """The base model of a D that may serve this one; "" if none is known."""
-        bases = self._fleet_cache(now).bases
-        return bases.get(model or "") or next(iter(bases.values()), "")
-
-    def longest_context(self, now: float) -> int | None:
-        """Tokens of any model's context, at most; None if that is not known."""
-        return self._fleet_cache(now).context
-
     def has_room(self, now: float) -> bool:
         """Whether any D takes one request more."""
         full = self._registry.full
-        return any(each not in full for each in self._fleet_cache(now).decoders)
+        return any(each not in full for each in self.fleet_cache(now).decoders)
 
     def _with_room(self, decoders: Sequence[Instance]) -> Sequence[Instance]:
         full = self._registry.full
@@ -450,9 +444,9 @@ class Router:
             raise Full
         return decoders
 
-    def _fleet_cache(self, now: float) -> _FleetCache:
+    def fleet_cache(self, now: float) -> FleetCache:
         if self._last is None or not self._last.is_valid(now):
-            self._last = _FleetCache(self._registry, now)
+            self._last = FleetCache(self._registry, now)
         return self._last
 
     def missing(self, now: float) -> list[str]:

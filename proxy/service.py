@@ -27,7 +27,7 @@ from .metrics import RECORD, Metrics, RequestRecord
 from .models import ModelLists, StoredResponses
 from .policies import Routing, RoutingRequest
 from .relay import ClientGone, hang_up
-from .routing import NoInstance, Router, UnknownModel
+from .routing import NoInstance, PrefillMode, Router, UnknownModel
 from .transcript import Transcript, TranscriptMemory
 from .upstream import Client
 
@@ -91,18 +91,18 @@ class Proxy:
             if body.previous:
                 only, name = self.responses.find(body.previous)
                 body.go_on_from(name)
-            context = self.router.longest_context(self.clock())
+            context = self.router.fleet_cache(self.clock()).context
             if context is not None and body.one_prompt and request.path in PAIRED:
                 body.prompt.bound(context)
             record.model = body.model
-            if not self.router.knows(body.model, self.clock()):
+            if not self.router.fleet_cache(self.clock()).knows(body.model):
                 await asyncio.shield(self._look_at_models(request))
             elif context is None and ("Authorization" in request.headers or "X-Api-Key" in request.headers):
                 self._look_at_models(request)  # perhaps they show their lists only to who has this key
             if tenant is not None and request.path not in UNCOMPUTED:
                 tenant.spend(spent := body.prompt.tokens)
                 asked = body.asked
-            base = "" if tenant is None else self.router.base_of(body.model, self.clock())
+            base = "" if tenant is None else self.router.fleet_cache(self.clock()).base_of(body.model)
             wants = RoutingRequest(body.model, body.prompt, session, tenant, asked, only, base)
             try:
                 async with self.admission.place(wants, paired=body.wants_pair) as place:
@@ -135,6 +135,7 @@ class Proxy:
         record = request[RECORD]
         doubted: tuple[tuple[Instance, Charge], ...] = ()
         tries, may_resend = 1, True
+        refusal: web.StreamResponse | None = None
         if self.limits.resumes:
             active.transcript = Transcript.of(body, self.transcripts)
         while True:
@@ -171,11 +172,12 @@ class Proxy:
             culprit = outcome.culprit
             assert culprit is not None
             active.note_failure(outcome)
+            refusal = outcome.response if outcome.end is CallEnd.REFUSED else refusal
             if outcome.response.status == 404:  # as below, of a P
                 self._look_at_models(request)
             doubted += ((culprit, outcome.verdict.charge),)
             decides, alone = again is RetryKind.ALONE, self.limits.decode_alone > 0
-            if decides and alone and self.admission.move_to_decode_alone(place, active.failed):
+            if decides and alone and self.admission.move(place, PrefillMode.UNAVAILABLE, active.failed):
                 logger.info("request %s: %s decides alone", attempt.unique, place.choice.decode)
                 continue
             uncounted, tried = outcome.uncounted, tries - outcome.uncounted
@@ -187,8 +189,9 @@ class Proxy:
             if outcome.moved:
                 continue  # others have no room any more: it stays
             if decides or culprit is not attempt.choice.prefill or not alone:
-                return outcome.response
-            if not self.admission.move_to_decode_alone(place, active.failed):
+                doubtful = outcome.verdict.charge is Charge.IF_D_ACCEPTS
+                return refusal if doubtful and refusal is not None else outcome.response
+            if not self.admission.move(place, PrefillMode.UNAVAILABLE, active.failed):
                 return self._shed(attempt, outcome, record)
             logger.info("request %s is left to %s alone", attempt.unique, place.choice.decode)
 

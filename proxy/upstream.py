@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import aiohttp
 import msgspec
@@ -66,10 +66,7 @@ class Client:
         self._fresh = _session(force_close=True)
         self.reconnected = 0
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
+    async def aclose(self) -> None:
         await self.pooled.close()
         await self._fresh.close()
 
@@ -447,11 +444,16 @@ def first_content(head: bytes) -> Any:
     return None
 
 
+_MISTAKES = {"invalid_request_error", "not_found_error", "request_too_large", "rate_limit_error"}
+"""What /v1/messages of vLLM 0.33 says in place of a status of 4xx."""
+
+
 def is_servers_error(event: Any) -> bool:
     """Whether a stream's event is an error that is not the client's."""
     error = _get(event, "error")
     code = _get(error, "code")
-    return isinstance(error, dict) and not (isinstance(code, int) and 400 <= code < 500)
+    mistake = (isinstance(code, int) and 400 <= code < 500) or _text(error, "type") in _MISTAKES
+    return isinstance(error, dict) and not mistake
 
 
 def _ends(event: Any) -> bool:
@@ -536,7 +538,7 @@ class _Answer(msgspec.Struct):
                 return self.stop_reason is None
             case "message_delta", _:
                 return self.delta is not None and self.delta.stop_reason is None
-            case "response.completed", _:
+            case "response.completed" | "response.incomplete", _:
                 return self.response is not None and self.response.given_up
             case _, "response":
                 unbegun = self.usage is not None and self.usage.output_tokens == 0
@@ -551,7 +553,7 @@ SIGNS: dict[str, bytes] = {
     "/v1/completions": _ABORT,
     "/v1/chat/completions": _ABORT,
     "/v1/messages": b'"message_delta"',
-    "/v1/responses": b'"response.completed"',
+    "/v1/responses": b'"usage":{',
 }
 """Bytes without which an event does not show that its answer was given up, so that others are not decoded."""
 _DATA = b"data:"

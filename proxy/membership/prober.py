@@ -15,6 +15,7 @@ import asyncio
 import errno
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -70,11 +71,9 @@ class Prober:
                 await self.round()
             except Exception:  # nothing else looks for newcomers and the dead
                 logger.exception("a round of looking after the instances failed; the next one comes")
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(_PERIOD_SECONDS):
                     await self.wakeup.wait()
-            except TimeoutError:
-                continue
 
     async def round(self) -> None:
         """Asks each instance once whose health is not known now."""
@@ -110,10 +109,8 @@ class Prober:
                 elif not refused and self._registry.overdue(instance, now):
                     instance.lost("silent")  # it stands still with its port open
             elif refused or self._overdue(instance, now):
-                running = instance.in_flight
-                logger.warning(
-                    "%s neither pings nor answers (%r): its %d requests fail", instance, error, running
-                )
+                what = f"its {instance.in_flight} requests fail"
+                logger.warning("%s neither pings nor answers (%r): %s", instance, error, what)
                 instance.lost("gone" if refused else "silent")
         except Exception:  # as below; it has answered something
             logger.exception("%s could not be asked for its health", instance)

@@ -486,7 +486,7 @@ async def test_the_place_that_is_left_for_a_d_alone_is_the_next_one_s() -> None:
         waiting = asyncio.create_task(admission._wait(RoutingRequest(), True))
         await eventually(lambda: admission.waiting == 1)
         other = join(registry, ping("D", 3))
-        assert admission.move_to_decode_alone(place, frozenset({p, one}))
+        assert admission.move(place, PrefillMode.UNAVAILABLE, frozenset({p, one}))
         assert place.choice.decode is other
         assert admission.waiting == 0 and (await waiting).choice.decode is one
 

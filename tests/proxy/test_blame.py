@@ -21,6 +21,7 @@ from proxy_behaviours import (
     answer_error,
     answer_json,
     chosen,
+    die,
     dies,
     event,
     event_stream,
@@ -106,13 +107,15 @@ RULES: tuple[Row, ...] = (
     ("D", (E.NO_SOCKET,), NOT_YET + ENDED, {}, Verdict(PROXY, NO)),
     ("D", REFUSALS, NOT_YET + ENDED, {}, Verdict(CLIENT, NO)),
     ("D", (E.ERROR,), (*NOT_YET, E.ANSWERED), {}, Verdict(D, ELSEWHERE, NOW)),
-    ("D", (E.ERROR,), (*DEAD, *MAY_LIVE, *REFUSALS), {}, Verdict(P, ELSEWHERE)),
+    ("D", (E.ERROR,), (*DEAD, *MAY_LIVE, E.DENIED), {}, Verdict(P, ELSEWHERE)),
+    ("D", (E.ERROR, E.BROKEN), (E.REFUSED,), {}, Verdict(D, ELSEWHERE, IF_D)),
     ("D", (E.ERROR,), NOT_YET + ENDED, {"sent_twice": True}, Verdict(NONE, SAME)),
     ("D", (E.LATE,), (E.PENDING,), {}, Verdict(P, ELSEWHERE, NOW)),
     ("D", (E.LATE,), (E.NOT_MADE, *ENDED), {}, Verdict(D, ELSEWHERE, NOW)),
-    ("D", (E.CLOSED, E.UNREACHABLE, E.BROKEN, E.GONE), NOT_YET + ENDED, {}, Verdict(D, ELSEWHERE, NOW)),
+    ("D", (E.CLOSED, E.UNREACHABLE, E.GONE), NOT_YET + ENDED, {}, Verdict(D, ELSEWHERE, NOW)),
+    ("D", (E.BROKEN,), (*NOT_YET, E.DENIED, *DEAD), {}, Verdict(D, ELSEWHERE, NOW)),
     ("D", MAY_LIVE, NOT_YET + ENDED, {}, Verdict(D, ELSEWHERE, NOW)),
-    ("D", (E.BROKEN,), NOT_YET + ENDED, {"sent_twice": True}, Verdict(D, ELSEWHERE, NOW)),
+    ("D", (E.BROKEN,), NOT_YET + DEAD, {"sent_twice": True}, Verdict(D, ELSEWHERE, NOW)),
     # D's call has ended after its first byte went to the client.
     ("D", DEAD + MAY_LIVE, NOT_YET + ENDED, {"begun": True}, Verdict(D, NO, NOW)),
 )
@@ -229,6 +232,42 @@ async def test_what_every_p_refuses_d_answers_and_no_p_is_blamed(dispatch: Dispa
         await deployment.serves(6, {"prompt": "x", "stream": stream})
         assert all(outcomes(each) == [] for each in deployment.registry.known("P"))
         assert sum(asked(deployment.prefills)) >= 6
+
+
+@pytest.mark.parametrize(
+    ("path", "failure"),
+    [
+        ("/v1/responses", stream_of(b'data: {"type":"response.created"}\n\n', die)),
+        ("/v1/messages", stream_of(b'event: error\ndata: {"error":{"type":"internal_error"}}\n\n')),
+    ],
+)
+@pytest.mark.parametrize("later", [0, 0.05])
+async def test_a_mistake_that_d_tells_only_by_its_streams_end_pauses_no_d(
+    dispatch: Dispatch, path: str, failure: Behaviour, later: float
+) -> None:
+    """So vLLM 0.32 does with a schema that it cannot compile; what is no stream, as P's, it refuses."""
+
+    async def refuses(request: web.Request, seen: Seen) -> web.StreamResponse:
+        await asyncio.sleep(later)
+        return await answer_error(400, "bad schema")(request, seen)
+
+    async with deployed(dispatch, prefill=1, decode=2) as deployment:
+        deployment.p.behaviour = refuses
+        all_do(deployment.decodes, failure)
+        for _ in range(6):
+            message = await deployment.refusal(400, {"stream": True, "input": "x"}, path)
+            assert message.startswith("bad schema")
+            await quiet(deployment)
+        assert all(outcomes(each) == [] for each in deployment.everyone())
+
+
+async def test_a_stream_that_a_d_fails_and_another_answers_was_no_mistake() -> None:
+    async with deployed("sequential", prefill=1, decode=2) as deployment:
+        deployment.p.behaviour = answer_error(400, "no such adapter")
+        take_turns(deployment.decodes, dies, streams_at_once)
+        response = await deployment.post(stream=True)
+        assert response.status == 200 and b"second" in await response.read()
+        assert sorted(map(outcomes, deployment.registry.known("D"))) == [[False], [True]]
 
 
 async def test_where_no_other_can_decide_ps_refusal_is_the_answer(either: Deployment) -> None:

@@ -33,7 +33,7 @@ from p2pkv_proxy.exposition import Exposition
 from p2pkv_proxy.first_token import REASONS
 from p2pkv_proxy.limits import RequestCounters
 from p2pkv_proxy.membership.instance import STATES, Instance
-from p2pkv_proxy.metrics import OUTCOMES, Metrics, StreamTimer, quantiles, trace_id_of
+from p2pkv_proxy.metrics import OUTCOMES, Metrics, RequestRecord, StreamTimer, quantiles, trace_id_of
 from p2pkv_proxy.routing import Choice
 from p2pkv_proxy.tracing import JsonLines, NoTracing, Spans
 from support.waiting import eventually
@@ -281,6 +281,22 @@ def test_an_instance_that_comes_back_in_time_keeps_its_series() -> None:
     metrics.forget()
     now = 1500.0
     assert d.ping.http_address in page()
+
+
+def test_models_that_are_gone_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters come and go."""
+    monkeypatch.setattr(metrics_module, "_MAX_MODELS", 2)
+    now, here = 0.0, [Instance(ping("D", 2), 0.0)]
+    metrics = Metrics(lambda: now)
+    page = exposed(metrics, here)
+    for name, label in (("a", "a"), ("b", "b"), ("c", "other"), ("c", "c")):
+        here[0].learn(frozenset({name, "a"}))
+        page()
+        metrics.ended(RequestRecord(metrics, "/v1/completions", model=name), "answered")
+        assert metrics.model_label(name) == label
+        now += 700.0
+    found = {sample.labels["model"] for sample in Page(page()).samples if "model" in sample.labels}
+    assert found == {"a", "c", "other"}
 
 
 def test_what_nobody_scrapes_does_not_grow_either() -> None:

@@ -312,7 +312,7 @@ async def test_who_waits_for_a_slow_model_is_not_ahead_by_what_others_used_of_a_
     got = list[Tenant]()
 
     async def enter(who: Tenant, model: str) -> None:
-        asked = RoutingRequest(model, tenant=who, base=router.base_of(model, 0.0))
+        asked = RoutingRequest(model, tenant=who, base=router.fleet_cache(0.0).base_of(model))
         async with admission.place(asked, paired=False):
             got.append(who)
 

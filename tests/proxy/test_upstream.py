@@ -5,7 +5,7 @@ import json
 import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,7 +102,7 @@ async def test_who_leaves_as_the_instance_dies_has_left(dead_first: bool) -> Non
 
 async def test_a_connection_is_not_used_again_when_vllm_may_be_closing_it() -> None:
     """Its server does so after five idle seconds."""
-    async with Client() as client:
+    async with aclosing(Client()) as client:
         assert 1.0 <= client.pooled.connector._keepalive_timeout <= 4.0
 
 
@@ -304,7 +304,15 @@ async def test_with_nobody_else_it_is_a_502(either: Deployment) -> None:
     )
 
 
-@pytest.mark.parametrize("events", [(error(400), DONE), (ROLE, TOKEN, error(500), DONE)])
+MISTAKE = b"event: error\n" + data(
+    {"type": "error", "error": {"type": "invalid_request_error", "message": "x"}}
+)
+"""At /v1/messages of vLLM 0.33."""
+
+
+@pytest.mark.parametrize(
+    "events", [(error(400), DONE), (ROLE, TOKEN, error(500), DONE), (MISTAKE,), (ROLE, MISTAKE)]
+)
 async def test_anything_else_reaches_the_client_as_is(either: Deployment, events: tuple[bytes, ...]) -> None:
     either.d.behaviour = streams(*events)
     response = await either.post(STREAM, CHAT)

@@ -3,6 +3,7 @@ answer that it gives up, and which headers control it."""
 
 import re
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from vllm.entrypoints.openai.chat_completion import protocol as chats
 from vllm.entrypoints.openai.completion import protocol as completions
 from vllm.entrypoints.openai.responses import protocol as responses
 from vllm.entrypoints.openai.responses.api_router import _convert_stream_to_sse_events
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.sampling_params import SamplingParams
 
 from p2pkv_proxy.membership.registry import Registry
 from p2pkv_proxy.relay import to_instance
-from p2pkv_proxy.upstream import gave_up
+from p2pkv_proxy.upstream import first_content, gave_up, is_servers_error
+
+pytestmark = pytest.mark.vllm
 
 TOKENS = {"abort": 0, "stop": 3, "length": 1}
 """That an answer has which ends for this reason, in these tests."""
@@ -63,7 +67,7 @@ def chat(reason: str) -> chats.ChatCompletionResponse:
     return chats.ChatCompletionResponse(model="m", choices=[choice], usage=usage(reason))
 
 
-def chat_events(reason: str) -> list[bytes]:
+def chat_chunks(reason: str) -> list[chats.ChatCompletionStreamResponse]:
     """With a usage at the end, as /v1/messages has it."""
     choices = [
         chats.ChatCompletionResponseStreamChoice(
@@ -76,31 +80,48 @@ def chat_events(reason: str) -> list[bytes]:
     ]
     chunks = [chats.ChatCompletionStreamResponse(model="m", choices=[each]) for each in choices]
     chunks[0].usage = usage(reason)
-    return [event(each) for each in chunks] + [
-        event(chats.ChatCompletionStreamResponse(model="m", choices=[], usage=usage(reason))),
-        b"data: [DONE]\n\n",
-    ]
+    return [*chunks, chats.ChatCompletionStreamResponse(model="m", choices=[], usage=usage(reason))]
 
 
 @each_reason
 def test_chat_completions(reason: str) -> None:
     assert gave_up("/v1/chat/completions", whole(chat(reason))) is (reason == "abort")
-    assert given_up_in("/v1/chat/completions", b"".join(chat_events(reason))) is (reason == "abort")
+    assert given_up_in("/v1/chat/completions", b"".join(map(event, chat_chunks(reason)))) is (
+        reason == "abort"
+    )
 
 
 @each_reason
 async def test_messages(reason: str) -> None:
-    server = object.__new__(AnthropicServingMessages)
-    answer = server.messages_full_converter(chat(reason))
+    answer = object.__new__(AnthropicServingMessages).messages_full_converter(chat(reason))
     assert gave_up("/v1/messages", whole(answer, exclude_none=True)) is (reason == "abort")
 
-    async def chunks() -> AsyncIterator[str]:
-        for each in chat_events(reason):
-            yield each.decode()
+    events = await message_events(*chat_chunks(reason))
+    assert b"message_delta" in events and b"message_stop" in events
+    assert given_up_in("/v1/messages", events) is (reason == "abort")
 
-    events = [each async for each in server.message_stream_converter(chunks())]
-    assert any("message_delta" in each for each in events)
-    assert given_up_in("/v1/messages", "".join(events).encode()) is (reason == "abort")
+
+async def message_events(*chunks: Any) -> bytes:
+    """Of the chunks of a chat: vLLM 0.33 makes them of these, 0.32 of their events."""
+    newer = hasattr(AnthropicServingMessages, "chat_completion_stream_generator_raw")
+
+    async def given() -> AsyncIterator[Any]:
+        for each in chunks:
+            yield each if newer else event(each).decode()
+        if not newer:
+            yield "data: [DONE]\n\n"
+
+    made = object.__new__(AnthropicServingMessages).message_stream_converter(given())
+    return "".join([each async for each in made]).encode()
+
+
+@pytest.mark.parametrize("status", [400, 404, 500, 503])
+async def test_mistakes_that_messages_show_in_the_stream(status: int) -> None:
+    """With 0.32 none shows whose it is."""
+    events = await message_events(create_error_response("no", status_code=HTTPStatus(status)))
+    error = first_content(events)
+    assert error["type"] == "error"
+    assert is_servers_error(error) is (status >= 500 or error["error"]["type"] == "internal_error")
 
 
 def response(status: Any, tokens: int) -> responses.ResponsesResponse:
@@ -138,8 +159,12 @@ async def test_responses(status: str, tokens: int, given_up: bool) -> None:
     assert b'"finish_reason":"abort"' in raw, "the client's metadata"
     assert gave_up("/v1/responses", raw) is given_up
 
+    kind, made = "completed", responses.ResponseCompletedEvent
+    if status == "incomplete" and hasattr(responses, "ResponseIncompleteEvent"):  # vLLM 0.33
+        kind, made = status, responses.ResponseIncompleteEvent
+
     async def ends() -> AsyncIterator[Any]:
-        yield responses.ResponseCompletedEvent(type="response.completed", sequence_number=1, response=answer)
+        yield made(type=f"response.{kind}", sequence_number=1, response=answer)
 
     events = [each async for each in _convert_stream_to_sse_events(ends())]
     assert given_up_in("/v1/responses", "".join(events).encode()) is given_up

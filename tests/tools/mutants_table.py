@@ -278,11 +278,11 @@ Router.choose: with placement by cost a D computes what a P has failed
 Router._fleet: with placement by cost a request comes back to what has failed it
 ~ cache.fleet(request.model, avoid) => cache.fleet(request.model, frozenset())
 > tests/proxy/test_routing.py::test_what_is_kept_is_what_is_true
-_FleetCache.is_valid: the router goes on with instances that have changed since
+FleetCache.is_valid: the router goes on with instances that have changed since
 ~ self._version == self.registry.version => True
-_FleetCache.is_valid: one that has fallen silent since counts as well
+FleetCache.is_valid: one that has fallen silent since counts as well
 ~ <= now <= self._until => <= now
-_FleetCache.is_valid: how those in doubt are is looked up once
+FleetCache.is_valid: how those in doubt are is looked up once
 ~ self._doubtful.items() => ()
 > tests/proxy/test_routing.py::test_who_needs_a_p_is_not_left_to_a_d_alone_where_all_ps_are_in_doubt
 Router._able: who needs a P is left to a D alone
