@@ -132,7 +132,7 @@ class Body:
         tools = decoded(_tools, fields.get("tools", _ABSENT), [_Tool("unknown")]) if responds else ()
         self.acts = any(tool.type != "function" for tool in tools or ())
         self.wants_pair = path in PAIRED and self._computes_no_more_than_its_prompt()
-        self.one_prompt = _one_prompt(fields.get("prompt"))
+        self.one_prompt = all(_one_prompt(fields.get(name)) for name in ("prompt", "prompt_embeds"))
         self.prompt = Prompt(fields)
         self.streams = path in PAIRED and _switch(_small(fields, "stream")) is True
         self._released = released

@@ -134,6 +134,7 @@ def test_what_is_made_of_a_field() -> None:
     assert all(body(**{name: value}).wants_pair for name, value in WITH_P)
     assert all(body(prompt=each).one_prompt for each in ("a", [1, 2], ["a"], []))
     assert not any(body(prompt=each).one_prompt for each in (["a", "b"], [[1], [2]]))
+    assert body(prompt_embeds=["QQ=="]).one_prompt and not body(prompt_embeds=["QQ==", "Qg=="]).one_prompt
 
 
 TAKEN = b'{"prompt": "\xc3\xa4 \\ud83d\\ude00", "stream": true, "n": 1}'
