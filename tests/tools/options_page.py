@@ -51,7 +51,7 @@ VLLMS_OWN = (
     "did not come"
 )
 FORMER = f"""
-{" and ".join(f"`{name}`" for name in config._FORMER)} of `P2pNcclConnector` are accepted without effect, with
+{", ".join(f"`{name}`" for name in config._FORMER)} of `P2pNcclConnector` have no effect, but for
 a warning ([coming from there](coming-from-p2pnccl.md)).
 """
 POLICIES = "operations.md#which-p-and-which-d"

@@ -3,7 +3,7 @@
 import re
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -108,21 +108,28 @@ class TestReading:
 
 
 class TestFormerNames:
+    EXAMPLE: ClassVar = {  # what vLLM's disaggregated_prefill.sh and disagg_example_p2p_nccl_xpyd.sh have
+        "proxy_ip": "0.0.0.0",
+        "proxy_port": "30001",
+        "http_ip": "127.0.0.1",
+        "http_port": "20001",
+        "send_type": "PUT_ASYNC",
+        "nccl_num_channels": "16",
+        "mem_pool_size_gb": "1e1",
+    }
+
     def test_what_a_user_of_the_former_connector_wrote_still_works(self) -> None:
-        made = options(
-            {
-                "proxy_ip": "127.0.0.1",
-                "proxy_port": "30001",
-                "http_port": "20001",
-                "send_type": "PUT_ASYNC",
-                "nccl_num_channels": "16",
-                "mem_pool_size_gb": "32",
-            }
-        )
-        assert (made.proxies, made.nccl_num_channels) == ((Address("127.0.0.1", 30001),), 16)
-        assert len(made.notes) == 2
-        assert "mem_pool_size_gb" in made.notes[0] and "staging_bytes" in made.notes[0]
-        assert "send_type" in made.notes[1]
+        made = options(self.EXAMPLE)
+        assert (made.proxies, made.nccl_num_channels) == ((Address("0.0.0.0", 30001),), 16)
+        assert [note.split()[0] for note in made.notes] == ["mem_pool_size_gb", "send_type", "http_ip"]
+        assert "staging_bytes" in made.notes[0]
+
+    def test_kv_both_was_a_p(self) -> None:
+        """Its example proxy takes no more pings after one of another role than P and D."""
+        note = options(self.EXAMPLE, role="kv_both", former=True).notes[3]
+        assert note.endswith("set kv_producer, or leave proxy_ip out")
+        for changes in ({"role": "kv_both"}, {"former": True}):
+            assert len(options(self.EXAMPLE, **changes).notes) == 3
 
 
 class TestBadInput:
