@@ -41,10 +41,12 @@ def normal_host(text: str) -> str:
     """The one spelling of a host: an IPv4 address, a name in lower case, or IPv6 without its brackets.
 
     Raises PairingError for anything else, zone ids such as `fe80::1%eth0` included: they mean
-    nothing on another host.
+    nothing on another host. `localhost` is 127.0.0.1.
     """
     host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     labels = host.lower().removesuffix(".").split(".")
+    if labels == ["localhost"]:  # so vLLM's routers write it, for instances that go by the number
+        return "127.0.0.1"
     if ":" in host or labels[-1].isdigit():
         return _numeric(host)
     # Three underscores in a row would be mistaken for a mark inside a request id.
@@ -168,7 +170,7 @@ def _locate(request_id: str) -> tuple[Pair, str, int] | None:
     if match is None:
         raise PairingError(
             f"request id {_shown(request_id)} has no whole pair in it: expected "
-            f"{PREFILL_MARK}HOST:PORT{DECODE_MARK}HOST:PORT_ and 32 hex digits; let the proxy make the id"
+            f"{PREFILL_MARK}HOST:PORT{DECODE_MARK}HOST:PORT_ and 32 hex digits, as of uuid4().hex"
         )
     pair = Pair(Address.parse(prefill), Address.parse(match["address"]), match["unique"])
     tail = _TAIL.fullmatch(after, match.end())

@@ -270,10 +270,10 @@ def test_a_slow_name_server_holds_up_no_numeric_address(
         real(socket, address)
 
     monkeypatch.setattr(zmq.Socket, "connect", connect)
-    for host in ("127.0.0.1", "::1", "localhost"):
+    for host in ("127.0.0.1", "::1", "localhost.invalid"):
         endpoint.dial(Address(host, 9))
     assert threads["tcp://127.0.0.1:9"] == threads["tcp://[::1]:9"] == 1
-    assert threads["tcp://localhost:9"] & 1 == 0 < threads["tcp://localhost:9"]
+    assert threads["tcp://localhost.invalid:9"] & 1 == 0 < threads["tcp://localhost.invalid:9"]
 
 
 @pytest.mark.parametrize(("failure", "six"), [(None, 0), (socket.EAI_NONAME, 1), (socket.EAI_AGAIN, 0)])

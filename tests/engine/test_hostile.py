@@ -397,7 +397,7 @@ def test_an_attacker_is_not_answered_and_changes_nothing(lone, role, way):
 def test_networks_are_asked_before_any_connection(lone):
     d = lone("D", None, allowed_peers=ELSEWHERE)
     with Canary() as canary:
-        for host in ("127.0.0.1", "localhost"):
+        for host in ("127.0.0.1", "node-7"):
             d.do(do.Expect(host, Address(host, canary.address.port), 32, b"digest"))
             assert "is not dialed: allowed_peers are 10.0.0.0/8" in failure(d, host)
         assert canary.heard == []

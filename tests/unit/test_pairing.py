@@ -64,6 +64,8 @@ class TestAddress:
     def test_spelling_does_not_matter(self) -> None:
         assert Address("[FD00::0:1]", 5) == Address("fd00::1", 5)
         assert hash(Address("Node.", 5)) == hash(Address("node", 5))
+        # vLLM's disagg_prefill_proxy_server.py writes it into ids, for instances with VLLM_HOST_IP=127.0.0.1.
+        assert Address("LocalHost", 5) == Address("127.0.0.1", 5)
 
     def test_shifted_names_the_port_of_a_rank(self) -> None:
         assert str(Address("::1", 21001).shifted(3)) == "[::1]:21004"
