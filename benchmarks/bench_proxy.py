@@ -320,8 +320,8 @@ def stubs(pace: float) -> Iterator[tuple[int, int]]:
 
 def pings(router: Router, ports: tuple[int, int]) -> Iterator[Pinger]:
     for role, port in zip(("P", "D"), ports, strict=True):
-        address = f"{LOOPBACK}:{port}"
-        ping = Ping(type=role, http_address=address, zmq_address=f"{LOOPBACK}:{port + 20000}", model="tiny")
+        http, rank = f"{LOOPBACK}:{port}", f"{LOOPBACK}:{port + 20000}"
+        ping = Ping(type=role, http_address=http, zmq_address=rank, version=1, model="tiny")
         yield Pinger(f"{LOOPBACK}:{router.discovery}", ping, 1.0)
 
 

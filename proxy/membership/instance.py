@@ -22,8 +22,6 @@ from p2pkv.pairing import Address
 
 # Three lost pings and a little: an instance whose ping is merely late stays.
 LIFE = 3 * PING_INTERVAL + 1.0
-# Of a p2pkv whose pings do not have it: those of this protocol did not.
-_UNSAID_PROTOCOL = 1
 REQUEST_TOKENS = 256
 """A request weighs as much on D as so many tokens of its prompt: a step of D's takes longer with each
 sequence, and with the KV that each of them reads."""
@@ -342,12 +340,7 @@ class Instance:
 
     def fits(self, other: Instance) -> bool:
         """Whether a P and a D would accept each other, as far as their pings show."""
-        mine, theirs = self.ping, other.ping
-        if self.fits_unknown or other.fits_unknown:
-            return True
-        if mine.fit and theirs.fit:
-            return mine.fit == theirs.fit
-        return (mine.protocol or _UNSAID_PROTOCOL) == (theirs.protocol or _UNSAID_PROTOCOL)
+        return self.fits_unknown or other.fits_unknown or self.ping.fit == other.ping.fit
 
     def count_place(self, more: int, *, decode_alone: bool, tokens: int = 0) -> None:
         """This D gets so many requests `more`, of so many tokens each; -1: one has ended, or goes elsewhere.

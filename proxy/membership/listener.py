@@ -111,6 +111,12 @@ class Listener:
                 had = f"this had {len(frames) - 1} or more"
                 raise BadPing(f"a discovery ping is one frame without a delimiter, {had}")
             ping = decode_ping(frames[1])
+            if not ping.version:
+                # Its D, asked at once, waits for ever for a prompt that P will not compute.
+                raise BadPing(
+                    f"the ping of {ping.http_address} has no version, as those of vLLM's P2pNcclConnector, "
+                    "whose instances p2pkv-proxy does not serve: keep their own proxy for them"
+                )
         except BadPing as error:
             self.refused += 1
             self._complain(f"discovery message refused ({self.refused} so far): {error}")

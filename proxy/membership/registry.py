@@ -269,7 +269,7 @@ class Registry:
                 else "prefill instance, so it gets only requests whose prompts it computes itself",
                 " and ".join(misfits[instance]),
                 "; use the same version of p2pkv" if "protocol" in misfits[instance] else "",
-                instance.ping.fit or "nothing, as p2pkv did before protocol 2",
+                instance.ping.fit or "nothing",
             )
         for instance in self._misfits - misfits.keys():
             if self._instances.get(instance.key) is instance:

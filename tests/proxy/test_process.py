@@ -103,7 +103,7 @@ def test_with_a_secret_only_members_register_and_the_plain_port_is_another(tmp_p
     arguments = ("--secret-file", str(secret), "--discovery", guarded, "--plain-discovery", plain)
     ways = [(guarded, Members(b"a secret of the tests")), (plain, None), (guarded, None)]
     pings = [
-        Ping(type="P", http_address=f"127.0.0.1:{number}", zmq_address=f"127.0.0.1:1{number}")
+        Ping(type="P", http_address=f"127.0.0.1:{number}", zmq_address=f"127.0.0.1:1{number}", version=1)
         for number in (7, 8, 9)
     ]
     with running("--port", "0", *arguments) as command, ExitStack() as stack:
