@@ -103,7 +103,7 @@ def load_nccl(channels: int = 8) -> Nccl:
         version = importlib.metadata.version("nccl4py")
     except Exception as error:  # its loader raises its own for a missing library
         raise NcclMissing(
-            f"nccl4py cannot be imported ({error}); install p2pkv with its extra cuda12 or cuda13"
+            f"nccl4py cannot be imported ({error}); install p2pkv's extra cuda12 or cuda13 (ROCm has none)"
         ) from None
     missing = [name for name in NEEDED if not hasattr(nccl, name)]
     if missing:

@@ -97,7 +97,7 @@ def test_a_group_ends_when_a_call_within_it_fails(patch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_missing_is_a_sentence(patch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NcclMissing, match=r"nccl4py cannot be imported \(.*extra cuda12 or cuda13"):
+    with pytest.raises(NcclMissing, match=r"nccl4py cannot be imported \(.*cuda12 or cuda13 \(ROCm has none"):
         load_nccl()
     patch.setattr(torch.cuda, "is_available", lambda: True)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
