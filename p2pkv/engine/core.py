@@ -65,7 +65,7 @@ class StallFreeClock:
         if late > HELD_SECONDS:
             self.held += late
             level = logging.WARNING if late > LONG_HELD_SECONDS else logging.DEBUG
-            log.log(level, "this rank was held up for %.1f s, which count against no peer", late)
+            log.log(level, "this rank was held up for %.1f s; that time counts against no lease", late)
         self.turned = self._due = now
         return now - self.held
 
@@ -253,7 +253,7 @@ class Core:
             try:
                 step()
             except Exception:
-                log.exception("while closing")
+                log.exception("an error while this rank was closing, which goes on")
 
     # The parts of a turn.
 
@@ -269,7 +269,7 @@ class Core:
                     self._receive_unowned(connection, message, now)
             except (BadMessage, RemoteProtocolError) as error:
                 self.counters.add("messages_bad" if isinstance(error, BadMessage) else "messages_refused")
-                log.debug("dropped: %s", error)
+                log.debug("a message of a peer is dropped: %s", error)
             if effects:
                 self._apply(now)
 
@@ -378,9 +378,9 @@ class Core:
         trouble = steps.trouble(now)
         if bool(trouble) != bool(self._trouble):
             if trouble:
-                log.warning("%s renews no lease any more: %s", address, trouble)
+                log.warning("%s renews no lease while this lasts, so its transfers end: %s", address, trouble)
             else:
-                log.warning("%s renews leases again: its engine gets on", address)
+                log.warning("%s renews leases again: its engine runs again", address)
         self._trouble = trouble
         if steps.beat is not None and steps.beat.orphaned and not self._given_up:
             self._given_up = True

@@ -144,7 +144,7 @@ class Decode:
                 self._apply_decisions(entry, entry.receiver.adopt(now), now)
                 self._expire_by(entry)
                 return
-            self._apply_decisions(entry, entry.receiver.cancel("D has another request of this name"), now)
+            self._apply_decisions(entry, entry.receiver.cancel("D has another prompt under this key"), now)
         elif entry is not None:
             return
         self._enter(RequestEntry(command, self._receiver(command, now)), now)
@@ -153,7 +153,7 @@ class Decode:
         """The request has blocks. Does nothing if its transfer has ended: that event was emitted already."""
         entry = self.entries.get(command.key)
         if entry is None:
-            reason = "this request was not announced to the engine"
+            reason = "this rank of D does not know the request: its scheduler has not announced it"
             self._ctx.effects.append(Emit(do.LoadFailed(command.key, reason)))
         elif not entry.receiver.load.ended:
             start, stop = command.start, command.stop
@@ -168,7 +168,7 @@ class Decode:
         entry.want_pending = False
         # D's scheduler may have ordered it before it knew of P's offer.
         if any(entry.wanted) and entry.receiver.generation not in (None, self._generation):
-            reason = "P has computed it with other weights than D has"
+            reason = "P has computed this prompt with other weights than D's"
             self._apply_decisions(entry, entry.receiver.cancel(reason), now)
             return
         try:
@@ -281,7 +281,7 @@ class Decode:
             return
         if other := next((peer for peer in peers.values() if not peer.same_engine_as(first)), None):
             # One of the two may not know of a restart of its engine: ask it anew.
-            what = "their Hellos describe their common engine differently"
+            what = "they are ranks of one P, and their Hellos describe it differently"
             reason = unfit(first.address, other.address, what)
             entry.tries += 1
             if entry.tries > MAX_TRIES:
@@ -342,7 +342,7 @@ class Decode:
         elif entry.receiver.load.state is LoadPhase.WAITING:
             entry.tries += 1
             if entry.tries > MAX_TRIES:
-                reason = f"the engines of P at {entry.prefill} refer this request to one another"
+                reason = f"the engines of P at {entry.prefill} refer D to one another; none takes the request"
                 self._apply_decisions(entry, entry.receiver.lost(reason), now)
                 return
             self._out_of_tables(entry)
@@ -371,7 +371,7 @@ class Decode:
                 case m.Chunk():
                     decided = receiver.chunk(rank, message, now)
                 case m.Offer() if receiver.prefetch and message.generation != self._generation:
-                    decided = receiver.cancel("P computes it with other weights than D has")
+                    decided = receiver.cancel("P computes this prompt with other weights than D's")
                 case m.Offer():
                     decided = receiver.offer(rank, message, now)
                     if message.ready and not self._ctx.copies_synchronously:
@@ -630,7 +630,7 @@ class Decode:
             self._forget(entry)
             return
         if entry.receiver.prefetch:
-            log.debug("let go of %s, which no request had asked for: %s", key, reason)
+            log.debug("dropped the KV of %s, which no request had asked for: %s", key, reason)
             self.forget(do.Forget(key), now)
             return
         self._ctx.counters.add("transfers_loaded" if ok else "transfers_failed")

@@ -436,7 +436,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
     def unknown_peer(self, peer: PrefillPeer, message: m.UnknownPeer, now: float) -> None:
         peer.unanswered_since = None
         if peer.dialing.open:
-            reason = f"{peer.address} is gone: who answers there does not know this connection"
+            reason = f"{peer.address} is gone: the process that answers there does not know this connection"
             self.lose(peer, reason, now)
 
     def answered(self, peer: PrefillPeer) -> None:
@@ -444,7 +444,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
 
     def invited(self, peer: PrefillPeer, message: m.LinkInvite, now: float) -> None:
         if peer.link.linked:
-            self.lose_link(peer, f"{peer.address} builds its link anew", now, notify=False)
+            self.lose_link(peer, f"{peer.address} gave up its link and builds another", now, notify=False)
         try:
             blob = peer.link.accept(message, self.window)
         except LinkError as error:
@@ -570,7 +570,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         lease = self._ctx.options.lease_seconds
         for peer in self.active:
             if peer.link.overdue(now, lease):
-                reason = f"{peer.address} did not send in time what was granted: nothing for {lease:g} s"
+                reason = f"{peer.address} did not send in time: D has waited {lease:g} s for a chunk"
                 self.lose_link(peer, reason, now)
 
     def redial_silent(self, now: float) -> None:
@@ -579,7 +579,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         for peer in self:
             if peer.unanswered_since is not None and now - peer.unanswered_since > lease:
                 self._ctx.endpoint.hang_up(peer.connection)
-                self.lose(peer, f"{peer.address} did not answer in time: nothing for {lease:g} s", now)
+                self.lose(peer, f"{peer.address} did not answer in time: not a word for {lease:g} s", now)
 
     def idle(self, peer: PrefillPeer, now: float) -> bool:
         """Whether no request has needed it for long, and nothing is under way on its link."""

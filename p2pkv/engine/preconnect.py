@@ -243,7 +243,7 @@ class Preconnect:
             partner.logged = True
             log.info(
                 f"no link to P at {partner.address} ahead of requests ({reason}): it is tried again later, "
-                "logged once; a request for it builds its own"
+                "and the first request for this P builds its own (logged once)"
             )
         partner.next, partner.pause = now + partner.pause, min(2 * partner.pause, LAST_PAUSE)
         self._let_go(partner)
@@ -252,7 +252,7 @@ class Preconnect:
         """Forget the ranks of this P, but for those that a request has needed."""
         for peer in self._dialed(partner):
             if not peer.needed:
-                self._peers.hang_up(peer, "D has no use for it now")
+                self._peers.hang_up(peer, "D does not need it now")
         for place in partner.places:
             self._by_address.pop(place, None)
         partner.since, partner.places, partner.up = None, (), False

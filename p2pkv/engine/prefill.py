@@ -270,10 +270,10 @@ class Prefill:
                     effects = sender.cancel(rank, message)
         except RemoteProtocolError as error:
             self._ctx.counters.add("messages_refused")
-            log.warning("%s: %s", peer.address, error)
+            log.warning("%s broke the protocol: %s", peer.address, error)
             if isinstance(message, m.Grant) and peer.link.invited:
                 # D has posted a receive that no send of ours will fill, so the link is out of step.
-                self._ranks.lose_link(peer, f"{peer.address} granted what was not announced", now)
+                self._ranks.lose_link(peer, f"{peer.address} granted a message that P had not announced", now)
             effects = sender.lost(rank, str(error))
         self._apply_decisions(entry, effects, now)
 
@@ -480,7 +480,7 @@ class Prefill:
         self._ctx.copies.then(key, lambda _: self._released(entry), now)
         self._ctx.counters.add("transfers_sent" if ok else "transfers_failed")
         if ok:
-            log.debug("sent %s", key)
+            log.debug("transfer %s is complete", key)
         else:
             self._ended.add(key, reason, now)
             log.warning("transfer %s was not sent: %s (D is %s)", key, reason, entry.decode)

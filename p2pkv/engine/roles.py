@@ -170,7 +170,7 @@ class DecodeRole(Role):
         }
 
     def _hello(self, connection: Connection, message: m.Hello, now: float) -> None:
-        reason = f"{self._ctx.hello.address} is a consumer: consumers dial producers and are dialed by none"
+        reason = f"{self._ctx.hello.address} is a consumer (D), not a P: check the router's addresses"
         self._ctx.answer(connection, m.Refuse(message.incarnation, reason))
 
     def after(self, now: float) -> bool:

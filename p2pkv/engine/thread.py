@@ -164,7 +164,7 @@ class Rank:
         try:
             act()
         except Exception:
-            log.exception("an error in p2pkv's engine thread; it goes on")
+            log.exception("an error in p2pkv's engine thread, which goes on; what broke ends after a lease")
 
     def _round(self, most: float = inf) -> None:
         self._asleep = True  # before the look at the commands: who adds one later wakes us

@@ -420,7 +420,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
             formats, rows = self._ctx.form(hello)
         except Refused as refused:
             reason = self.leaving or unfit(mine.address, hello.address, refused)
-            log.warning("refused %s: %s", hello.address, reason)
+            log.warning("refused the rank of D at %s: %s", hello.address, reason)
             self._ctx.counters.add("messages_refused")
             self._ctx.answer(connection, m.Refuse(hello.incarnation, reason))
             return
@@ -432,11 +432,11 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         if old is not None:
             self._drop(old, f"{hello.address} is gone: it has restarted or reconnected", now)
         if isinstance(connection.tag, DecodePeer) and connection.tag in self:
-            self._drop(connection.tag, f"{connection.tag.address} introduces itself as another", now)
+            self._drop(connection.tag, f"{connection.tag.address} is gone: another has its connection", now)
         if len(self) >= MAX_PEERS:
             peers = list(self)
             idle = next((peer for peer in peers if not peer.link.busy), peers[0])
-            self._drop(idle, f"{idle.address} makes room for another", now)
+            self._drop(idle, f"{idle.address} is forgotten: {MAX_PEERS} ranks of D are connected", now)
         edges = plan.from_source(mine.rank)
         owed = [edge for edge in edges if edge.target == hello.rank]
         # D may have come ahead of any request: no other link has to go for that.
@@ -518,7 +518,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         if not peer.link.carries(order.grant.link):
             return
         if not known and len(peer.link.orders) >= MAX_ORDERS:
-            self.lose_link(peer, f"{peer.address} grants without end", now)
+            self.lose_link(peer, f"{peer.address} has {MAX_ORDERS} grants waiting, and grants more", now)
             return
         peer.link.orders.append((key, order))
         self._active[peer] = None
@@ -573,7 +573,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
                 reason = f"{peer.address} did not answer in time: it has taken nothing for {lease:g} s"
                 self.lose_link(peer, reason, now)
             elif link.invited and not link.linked and waited > self._patience_with(peer, now):
-                reason = f"the link to {peer.address} did not come up in time: in {waited:.0f} s"
+                reason = f"the link to {peer.address} did not come up in time: D was asked {waited:.0f} s ago"
                 self.lose_link(peer, reason, now)
             else:
                 self.invite(peer, now)
@@ -600,7 +600,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         for peer in self:
             if now - max(peer.wanted, peer.last_alive) > forgotten and self.idle(peer, now):
                 self._ctx.answer(peer.connection, m.LinkDown(peer.link.number, "it has been idle for long"))
-                self._drop(peer, f"{peer.address} has been silent for long", now)
+                self._drop(peer, f"{peer.address} has sent nothing for {forgotten:.0f} s", now)
             else:
                 self.activate(peer)
 

@@ -295,7 +295,7 @@ def test_a_prompt_of_other_weights_is_not_taken_ahead(pair: Pair) -> None:
         if generation:
             arrives(pair.d, key, 16, BLOCKS)
         else:
-            pair.d.wait(do.LoadFailed(key, "P has computed it with other weights than D has"))
+            pair.d.wait(do.LoadFailed(key, "P has computed this prompt with other weights than D's"))
         pair.d.do(do.Forget(key))
     pair.arrived(16)
     pair.end("old", "new")
