@@ -236,7 +236,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         try:
             msgspec.structs.force_setattr(self, "host", normal_host(self.host))
         except PairingError as error:
-            raise ConfigError(f"host: {error}; write it alone, its port is an option of its own") from None
+            raise ConfigError(f"host: {error}; write it alone, its port is the option kv_port") from None
         if self.host in ("0.0.0.0", "::"):
             raise ConfigError(
                 f"host is {self.host!r}: expected an address that peers can connect to, since it is "
@@ -251,8 +251,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.secret is None and not self.allow_insecure and not is_loopback(self.host):
             raise ConfigError(
-                f"host is {self.host}, which other machines may reach, and there is no secret: expected one "
-                f"off loopback; set {SECRET_VARIABLE} or secret_file to the same secret on all instances, or "
+                f"host is {self.host}, which other machines may reach, and there is no secret: such a host "
+                f"needs one; set {SECRET_VARIABLE} or secret_file to the same secret on all instances, or "
                 "host to 127.0.0.1, or allow_insecure to true if only machines that you trust reach it "
                 "(P2pNcclConnector had no secret and asked for none; docs/coming-from-p2pnccl.md has what "
                 "else is different)"
@@ -268,7 +268,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         try:
             _ = self.proxies
         except PairingError as error:
-            raise ConfigError(f"proxy_ip: {error}; write hosts, or host:port, and commas between") from None
+            raise ConfigError(f"proxy_ip: {error}; write HOST or HOST:PORT, several with commas") from None
         if self.proxy_ip is not None and self.http_port is None:
             raise ConfigError(
                 "proxy_ip and proxy_port are set and http_port is not: the proxy must know where to send "
@@ -464,13 +464,13 @@ def _proxy(text: str, port: int) -> Address:
 def _refuse_unknown(extra: Mapping[str, object]) -> None:
     for name in extra:
         if name in ("kv_port", "kv_role", "kv_load_failure_policy"):
-            raise ConfigError(f"{name} belongs beside kv_connector_extra_config, not into it; move it there")
+            raise ConfigError(f"{name} belongs beside kv_connector_extra_config, not in it; move it out")
         if name not in EXTRA:
             close = difflib.get_close_matches(name.lower(), EXTRA, n=1)
             meant = f": did you mean {close[0]!r}?" if close else "."
             raise ConfigError(
                 f"{_short.repr(name)} in kv_connector_extra_config is no option of p2pkv{meant} "
-                f"There are {', '.join(EXTRA)}; correct or remove it"
+                f"The options are {', '.join(EXTRA)}; correct or remove it"
             )
 
 
@@ -496,21 +496,21 @@ def _notes(options: Options, former_way: bool) -> Iterator[str]:
     if options.prefetch_bytes and not options.decodes:
         yield "prefetch_bytes has no effect on a P: D keeps the room, so set it there"
     elif options.prefetch_bytes and options.data_parallel:
-        yield "prefetch_bytes has no effect: its instance is data-parallel, so P may not know D's engine yet"
+        yield "prefetch_bytes has no effect here: with data parallelism P may not know D's engine yet"
     if options.http_port is not None and not options.proxies:
         yield "http_port has no effect without proxy_ip and proxy_port: this instance registers with no proxy"
     if former_way and options.proxies:
         yield (
             f"the former connector's name implies discovery 'plain', since its routers know nothing else: "
-            f"the ping to {' and '.join(map(str, options.proxies))} is not authenticated (the ranks are); "
+            f"pings to {' and '.join(map(str, options.proxies))} are not authenticated (the ranks are); "
             "for p2pkv-proxy with the secret, set discovery to 'curve'"
         )
     with suppress(OSError):  # a rank cannot listen then, and says so
         here = str(getaddrinfo(options.host, None)[0][4][0])
         if is_loopback(here) and not is_loopback(options.host):
             yield (
-                f"host {options.host} is {here} on this machine (/etc/hosts?), which no other one reaches: "
-                "give this machine's address as host"
+                f"host {options.host} is {here} on this machine (see /etc/hosts), which no other machine "
+                "reaches: set host to this machine's address"
             )
     if options.secret is None and not is_loopback(options.host):
         yield (

@@ -108,7 +108,7 @@ def make_plan(prefill: Shapes, decode: Shapes) -> Plan:
     for shapes in (prefill, decode):
         if not shapes or len({(len(shape.layers), shape.tp, shape.pcp) for shape in shapes}) > 1:
             listed = ", ".join(map(str, shapes)) or "(there are none)"
-            raise ShardingError(f"the KV groups {listed} are not divided over the same stages and ranks")
+            raise ShardingError(f"the KV groups {listed} of one instance have different stages or ranks")
     edges: list[Edge] = []
     for group, (ours, theirs) in enumerate(zip(prefill, decode, strict=True)):
         of_group = f" in group {group}" if len(prefill) > 1 else ""
@@ -157,12 +157,12 @@ def _needs(prefill: Shape, decode: Shape) -> dict[tuple[int, int, int], list[_Ne
     if len(layers) * len(heads) * prefill.dcp > MAX_EDGES:
         raise ShardingError(
             f"{prefill} and {decode} would need {len(layers) * len(heads) * prefill.dcp} links between their "
-            f"ranks, more than {MAX_EDGES}: divide the layers, the heads or the tokens of the two more alike"
+            f"ranks, more than {MAX_EDGES}: choose parallel sizes that are closer to each other"
         )
     if lcm(prefill.part(0).cycle, decode.part(0).cycle) > MAX_CYCLE:
         raise ShardingError(
-            f"{prefill} keeps {prefill.run} tokens in turn on each of its ranks, {decode} {decode.run}: "
-            f"these would repeat after more than {MAX_CYCLE} tokens; set the same "
+            f"{prefill} gives its ranks {prefill.run} tokens in turn, {decode} {decode.run}: together these "
+            f"patterns repeat only after more than {MAX_CYCLE} tokens; set the same "
             "--cp-kv-cache-interleave-size on both sides"
         )
     parts = [Part(rank, prefill.dcp, prefill.part(0).run) for rank in range(prefill.dcp)]

@@ -86,4 +86,4 @@ def _offer(factory: Any, name: str) -> None:
     try:
         factory.register_connector(name, MODULE, name)
     except ValueError as taken:
-        logger.info("%s; p2pkv leaves it alone, and is itself to be had as %s", taken, NAME)
+        logger.info("%s; p2pkv leaves that one in place, and its own name is %s", taken, NAME)

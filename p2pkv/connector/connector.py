@@ -151,7 +151,7 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
             if self.options.proxies:
                 log.warning(
                     f"the proxy sends requests to {first.host}, where rank 0 is: if the HTTP server is at "
-                    f"{here} alone, leave proxy_ip out, and list this instance on the proxy"
+                    f"{here} only, leave proxy_ip out, and list this instance on the proxy"
                 )
             self.options = replace(self.options, host=first.host)
             self._pairs.mine, self._pairs.ours = first, self.options.is_of_instance
@@ -162,9 +162,9 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
         blocks = describe.request_blocks(config, self._kv_cache_config)
         if (longest := blocks(config.model_config.max_model_len)) > third:
             log.warning(
-                f"a request of --max-model-len tokens takes {longest} KV blocks, and prompts for other "
-                f"instances and loads {third} each at most (a third, with kv_both): longer prompts are "
-                "computed where they are decoded; give the cache more memory, or lower --max-model-len"
+                f"a request of --max-model-len tokens takes {longest} KV blocks, but with kv_both a prompt "
+                f"for another instance, or a load, takes {third} (a third) at most: D computes longer ones "
+                "itself; give the cache more memory, or lower --max-model-len"
             )
         return BlockQuota(third, blocks), BlockQuota(third, blocks)
 

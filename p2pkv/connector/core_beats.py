@@ -127,7 +127,7 @@ class BeatSender:
                     data = _encoder.encode(state(self._parent not in (None, os.getppid())))
                 except Exception:
                     if self._complaints.admits():
-                        log.exception("the engine core's state cannot be read: its ranks get no beat")
+                        log.exception("the engine core's state cannot be read, so its ranks get no beat")
                     continue
                 finally:
                     del state

@@ -294,7 +294,7 @@ def refuse_what_cannot_pair(config: VllmConfig) -> None:
     model, parallel = config.model_config, config.parallel_config
     if model.uses_mrope and (media := model.multimodal_config) and media.is_multimodal_pruning_enabled():
         raise ConfigError(
-            "--video-pruning-rate is set: what is kept of a video decides on the positions behind it, and "
+            "--video-pruning-rate is set: what is kept of a video decides the positions of later tokens, and "
             "D does not encode a video whose KV comes from P; leave the option out"
         )
     if parallel.enable_elastic_ep:
@@ -304,8 +304,8 @@ def refuse_what_cannot_pair(config: VllmConfig) -> None:
         )
     if parallel.enable_fault_tolerance:
         raise ConfigError(
-            "--enable-fault-tolerance is set: with it vLLM goes on after a step that has failed, of which "
-            "nobody knows what it has computed, and which transfers had ended; leave the option out"
+            "--enable-fault-tolerance is set: with it vLLM goes on after a step that has failed, and p2pkv "
+            "cannot know what that step has computed, or which transfers had ended; leave the option out"
         )
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise ConfigError(
@@ -346,7 +346,8 @@ def codec_of(config: VllmConfig, names: list[str]) -> str:
     isas = {str(layers[name].isa) for name in names if getattr(layers.get(name), "isa", None)}
     if len(isas) > 1:
         raise ConfigError(
-            f"attention layers pack their pages in different ways ({sorted(isas)}); p2pkv needs one"
+            f"attention layers pack pages in different ways ({sorted(isas)}): p2pkv needs one way; serve "
+            "this model without p2pkv"
         )
     return cpu_codec(isas.pop()) if isas else DENSE
 

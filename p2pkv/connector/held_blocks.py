@@ -69,7 +69,7 @@ class HeldBlocks:
         if self._said.admits(decode):
             log.warning(
                 f"the D at {decode} holds {mine} of the {self._total} KV blocks that P has for finished "
-                f"prompts, and other Ds hold {others}: its further prompts wait here (held_share is "
+                f"prompts, and other Ds hold {others}: P begins no further prompt for it (held_share is "
                 f"{self._share:g}; logged once a minute)"
             )
         return True

@@ -332,7 +332,7 @@ class Pairs:
             if pair is None:
                 if REQUEST_MARK not in request.request_id and self._role != "both":
                     self._warn(
-                        "none", "a request names no pair of P and D in its id; it is served here, alone"
+                        "none", "a request has no P and D in its id: it is served here, alone (logged once)"
                     )
                 return None
             key = transfer_key(request.request_id, transfer_id if isinstance(transfer_id, str) else None)

@@ -239,9 +239,7 @@ STATE_KINDS: dict[str, Callable[[Sizes], Form]] = {
     "SHORT_CONV": _short_conv,
 }
 
-_BESIDE = (
-    "it does not move what vLLM keeps beside a state to decode faster; leave --use-replayssm and its like out"
-)
+_BESIDE = "p2pkv does not move what vLLM keeps beside a state; leave out --use-replayssm and its like"
 
 
 def _check_kind(name: str, spec: Any) -> Callable[[Sizes], Form]:

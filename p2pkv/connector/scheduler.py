@@ -373,7 +373,7 @@ def leave_out_last(request: Request, tokens: int) -> None:
 
 # D.
 
-CHANGED_ON_D = "D's weights have changed, or its caches were reset, since this prompt's KV was on its way"
+CHANGED_ON_D = "D's weights changed, or its caches were reset, while this prompt's KV was on its way"
 
 
 class LoadState(Enum):
@@ -550,7 +550,7 @@ class ConsumerScheduler(ConnectorScheduler):
         self._quota.enter(request.request_id, request.num_prompt_tokens)
         self._decided_now.update(self._quota.next_waiting)
         if self._tables.left_out and pending.local + external != rest:
-            failure = failure or "vLLM wants a part of what P sends, and a state is all or nothing"
+            failure = failure or "vLLM asks for a part of the prompt, and this model's KV only loads whole"
         if failure:
             # Some ranks have not failed, and P may not even have begun for them: nothing is asked for.
             self._next.drops.append(EndedRequest(request.request_id, key, failure))

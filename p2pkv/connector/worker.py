@@ -160,7 +160,7 @@ class Loads:
         self.rank = rank
         for key, load in list(self._known.items()):
             if load.complete is None and (load.begun or load.waited is not None):
-                self.note(do.LoadFailed(key, "D has slept while this prompt's KV was on its way"))
+                self.note(do.LoadFailed(key, "D was put to sleep while this prompt's KV was on its way"))
             elif load.complete is None:
                 rank.do(load.expect)
 

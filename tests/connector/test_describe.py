@@ -251,7 +251,7 @@ def test_the_codec_is_that_of_the_attention_layers() -> None:
     layers.update({name: SimpleNamespace(isa="vec16") for name in names})
     assert codec_of(config, names) != "dense"
     layers[names[1]] = SimpleNamespace(isa="amx")
-    with pytest.raises(ConfigError, match=r"\['amx', 'vec16'\]\); p2pkv needs one"):
+    with pytest.raises(ConfigError, match=r"\['amx', 'vec16'\]\): p2pkv needs one"):
         codec_of(config, names)
 
 

@@ -48,7 +48,7 @@ def test_a_full_ds_prompts_wait_and_begin_when_it_has_taken_some(caplog: pytest.
     p.step()
     free(p, QUICK)
     assert begun(p, STUCK) == held, "it has what the other leaves free, and does not wait behind its prompts"
-    warned = [each for each in caplog.records if "its further prompts wait" in each.getMessage()]
+    warned = [each for each in caplog.records if "P begins no further prompt" in each.getMessage()]
     assert len(warned) == 1 and warned[0].levelno == logging.WARNING and str(STUCK) in warned[0].getMessage()
     for _ in range(STEPS):
         free(p, STUCK)

@@ -235,7 +235,7 @@ class TestBadInput:
     )
     def test_hosts(self, name: str, host: str) -> None:
         said = refused({"proxy_port": 1, "http_port": 1} | {name: host})
-        told = {"host": "its port is an option of its own", "proxy_ip": "or host:port, and commas between"}
+        told = {"host": "its port is the option kv_port", "proxy_ip": "HOST:PORT, several with commas"}
         assert said.startswith(f"{name}: ") and said.endswith(told[name])
 
     @pytest.mark.parametrize(

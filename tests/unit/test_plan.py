@@ -227,7 +227,7 @@ ATTENTION, STATE = Shape((8,), 4, 1), Shape((4,), 2, 1)
         ((ATTENTION,), (Shape((4, 4), 2, 1),), "prefill instance has 4 KV heads, the decode instance 2"),
         ((ATTENTION, STATE), (ATTENTION,), "prefill instance has 2 KV groups, the decode instance 1"),
         ((ATTENTION, STATE), (ATTENTION, ATTENTION), "has 4 KV layers in group 1, the decode instance 8"),
-        ((ATTENTION, STATE), (ATTENTION, Shape((2, 2), 2, 1)), "not divided over the same stages and ranks"),
+        ((ATTENTION, STATE), (ATTENTION, Shape((2, 2), 2, 1)), "have different stages or ranks"),
     ],
 )
 def test_different_models_are_refused(prefill: Shapes, decode: Shapes, told: str) -> None:
