@@ -429,9 +429,9 @@ class Receiver:
         match self.load.state:
             case LoadPhase.LOADING:
                 return (
-                    f"P answers, and has pushed nothing of this prompt for {self.terms.stall:g} s: its "
-                    "engine hangs, or it has preempted the prompt, perhaps for want of blocks that it keeps "
-                    "for what this D has no room for"
+                    f"P answers, and has pushed nothing of this prompt for {self.terms.stall:g} s "
+                    "(stall_seconds): its engine hangs, or it has preempted the prompt, perhaps because its "
+                    "blocks hold prompts that this D has no room for"
                 )
             case LoadPhase.WAITING:
                 return (
@@ -441,7 +441,7 @@ class Receiver:
                 )
         return (
             f"D has had no room for this prompt for {self.terms.wait:g} s (wait_seconds) since P began it, "
-            "and P does not keep its blocks for longer"
+            "and P keeps a prompt's blocks no longer"
         )
 
     @property

@@ -257,7 +257,7 @@ class Sender:
             return self._renew(rank, send, limit, now)
         past = send or self._withdrawn.get(rank)
         if self.prompt.ended or (past is not None and attempt <= past.attempt):
-            reason = self.reason or "P has let this prompt's KV go; ask with a new request"
+            reason = self.reason or "P has freed this prompt's blocks; send a new request"
             return [SendTo(rank, m.Failed(self.key, attempt, reason))]
         if send is not None and not send.machine.ended:
             send.machine.remote("END")
@@ -427,17 +427,17 @@ class Sender:
         if leased is not None and now >= leased:
             return self.abort(
                 f"D did not answer in time: no word from it about this request for {self.terms.lease:g} s; P "
-                "has let its KV go"
+                "has freed its blocks"
             )
         if kept is None or now < kept:
             return []
         if paused_since is not None:
             return self.abort(
-                f"P is paused, and D has taken nothing of this prompt for {self.terms.lease:g} s: P has let "
-                "its KV go, since the pause may wait for its blocks"
+                f"P is paused, and D has taken nothing of this prompt for {self.terms.lease:g} s: P has "
+                "freed its blocks, since the pause may wait for them"
             )
         nothing = f"D has taken nothing of this prompt for {self.terms.wait:g} s (wait_seconds)"
-        return self.abort(f"{nothing}: P has let its KV go")
+        return self.abort(f"{nothing}: P has freed its blocks")
 
     def _open(self) -> list[tuple[int, SendState]]:
         return [(rank, send) for rank, send in self.sends.items() if not send.machine.ended]

@@ -266,9 +266,8 @@ def test_no_lease_runs_while_p_computes_and_nobody_has_claimed() -> None:
     rig.compute()
     assert rig.sender.deadline == 5.0 + LEASE
     assert rig.sender.tick(5.0 + LEASE - 0.01) == []
-    reason = (
-        f"D did not answer in time: no word from it about this request for {LEASE:g} s; P has let its KV go"
-    )
+    silent = f"D did not answer in time: no word from it about this request for {LEASE:g} s"
+    reason = f"{silent}; P has freed its blocks"
     assert rig.sender.tick(5.0 + LEASE) == [Finished(False, reason)]
 
 
