@@ -171,7 +171,7 @@ class HelperThreads:
                 with self._lock:
                     late = time.monotonic() > self._running.pop(thread)
                 if late:
-                    logger.info("%s, which had been given up, has returned", name)
+                    logger.info("the helper thread %s, which had been given up, has returned", name)
 
         thread = threading.Thread(target=main, name=name, daemon=True)
         with self._lock:

@@ -87,7 +87,7 @@ class HostLinks(base.LinkFactory):
 
     def _complete(self, invited: HostInvitation, accepted: HostAcceptance) -> SharedOutbound | TcpOutbound:
         outbound = self._share(invited, accepted) or self._dial(invited, accepted)
-        logger.info("link to %s:%d: %r", accepted.host, accepted.port, outbound)
+        logger.info("the link to D at %s:%d is %r", accepted.host, accepted.port, outbound)
         return outbound
 
     def _share(self, invited: HostInvitation, accepted: HostAcceptance) -> SharedOutbound | None:

@@ -136,7 +136,7 @@ class IpcLinks(LinkFactory):
         try:
             reached = self.shared.driver.reaches(accepted.device)
         except CudaError as error:
-            raise LinkError(f"whether this GPU reaches D's cannot be found out: {error}") from None
+            raise LinkError(f"CUDA does not say whether this GPU reaches D's: {error}") from None
         if reached is False:
             raise LinkError(
                 f"{self.shared.device.name} cannot access the memory of D's GPU (cuDeviceCanAccessPeer is 0; "

@@ -138,7 +138,7 @@ class NcclLinks(LinkFactory):
         super().close()
         self.shared.aborts.join(CLOSE_SECONDS)
         if busy := self.shared.aborts.busy:
-            logger.warning("%d aborts of NCCL have not returned; the process ends without them", busy)
+            logger.warning("%d of NCCL's aborts have not returned; the process ends without them", busy)
 
     def rescue(self, reason: str, wherever: bool) -> None:
         """NCCL does not promise that a communicator may be aborted while its owner is inside a call to it."""

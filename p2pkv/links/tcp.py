@@ -245,7 +245,7 @@ class TcpOutbound(Outbound):
         self._received += part
         if not self.up and len(self._received) >= NONCE_BYTES:
             if self._received[:NONCE_BYTES] != self._expected:
-                raise self.guard.fail("who answered there does not know this link")
+                raise self.guard.fail("the process that answered there does not know this link")
             del self._received[:NONCE_BYTES]
             self.up = True
         while self.up and len(self._received) >= TAKEN.size:
