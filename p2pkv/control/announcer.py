@@ -104,7 +104,7 @@ class Announcer:
         try:
             self._child.wait(timeout)
         except subprocess.TimeoutExpired:
-            log.warning("the announcing process did not end in %g s; it is killed", timeout)
+            log.warning("the process that pings the proxies did not end in %g s; it is killed", timeout)
             self._child.kill()
             self._child.wait()
         self._line.close()
@@ -120,7 +120,7 @@ class Announcer:
         except BlockingIOError:
             return  # no more of them
         except (OSError, discovery.BadPartners) as error:
-            log.debug("what the announcing process passed on could not be read: %s", error)
+            log.debug("partners that a proxy has named could not be read: %s", error)
 
     def _beat(self) -> None:
         while not self._stopping.wait(BEAT_SECONDS):
@@ -128,7 +128,7 @@ class Announcer:
             if (status := self._child.poll()) is None:
                 _send(self._line, self._next_beat())
                 continue
-            log.warning("the announcing process ended with status %d; it is started again", status)
+            log.warning("the process that pings proxies ended with status %d; it is started again", status)
             with contextlib.suppress(OSError):
                 # The instance is warm by now, or the child has waited for as long as it may.
                 child, line = _spawn(msgspec.structs.replace(self._announcement, warm_up=None))

@@ -84,9 +84,9 @@ class _Worker:
         now, last, stall = time.monotonic(), self._last, self._task.stall_seconds
         silent = now - self._beaten > stall
         if silent and not self._silent:
-            log.warning("the worker has been silent for %g s: it is not announced until it is back", stall)
+            log.warning("the worker has been silent for %g s: no proxy is pinged until it is back", stall)
         elif self._silent and not silent:
-            log.warning("the worker is back: it is announced again")
+            log.warning("the worker is back: the proxies are pinged again")
         self._silent = silent
         if silent or last.trouble:
             return None

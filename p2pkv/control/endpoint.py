@@ -272,7 +272,7 @@ class Endpoint:
             self._give_up(
                 connection,
                 f"{connection.address} could not be reached, since it is not dialed: allowed_peers are "
-                f"{self._allowed}, and names are in no network; add the network of that instance, or give it "
+                f"{self._allowed}, which admit no names; add the network of that instance, or give it "
                 "a numeric `host`",
             )
             return

@@ -230,8 +230,8 @@ def limit_handshake(socket: zmq.Socket[Any], seconds: float | None = None) -> No
 def no_answer(address: object, failure: HandshakeFailure, secret: bool) -> str:
     """The sentence for a process that has dialed `address` in vain, with a secret or without."""
     if failure.refused:
-        return f"{address} refused us: is this address in its allowed_peers, and the secret the same?"
+        return f"{address} refused us: is this host in its allowed_peers, and is the secret the same?"
     if failure.late:
         return f"{address} did not answer in time: {failure.detail}; is its process frozen or overloaded?"
-    same = "has it the same secret" if secret else "does it need a secret"
+    same = "does it have the same secret" if secret else "does it need a secret"
     return f"{address} refused the handshake ({failure.detail}): is p2pkv up there, and {same}?"

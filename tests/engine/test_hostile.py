@@ -276,7 +276,7 @@ def test_a_member_may_ask_a_rank_what_it_counts(lone):
     report = inspect(p.address, members=Members(SECRET))
     assert (report["role"], report["rank"], report["protocol"]) == ("P", 0, m.PROTOCOL_VERSION)
     assert f"protocol={m.PROTOCOL_VERSION}, weights=" in str(report["fit"]), "what its pings would say"
-    for members, reason in ((None, "does it need a secret"), (Members(OTHER), "has it the same secret")):
+    for members, reason in ((None, "does it need a secret"), (Members(OTHER), "it have the same secret")):
         with pytest.raises(TimeoutError, match=reason):
             inspect(p.address, members=members)
 
