@@ -115,7 +115,7 @@ class PagedCache:
         tables = [0] * len(tensors) if tables is None else tables
         if not tensors or len(tables) != len(tensors):
             raise ValueError(
-                f"{len(tensors)} KV layers and {len(tables)} block tables: expected one each, and layers"
+                f"{len(tensors)} KV layers and {len(tables)} block tables: expected layers, and a table for each"
             )
         if min(tables) < 0:
             raise ValueError(f"block table number {min(tables)}: block tables are numbered from 0")
@@ -123,7 +123,7 @@ class PagedCache:
         if tokens_per_row < 1 or block_size % tokens_per_row or (paged and tokens_per_row > 1):
             raise ValueError(
                 f"rows of {tokens_per_row} tokens, blocks of {block_size} and codec {codec}: expected dense "
-                "rows, and whole ones in a block"
+                "rows, and whole rows in each block"
             )
         block_rows = block_size // tokens_per_row
         for number, tensor in enumerate(tensors):
@@ -473,7 +473,7 @@ class RankCache:
         if not groups or [len(numbers) for numbers in layers] != [group.layers for group in groups]:
             raise ValueError(
                 f"KV groups of {[group.layers for group in groups]} layers, and numbers for "
-                f"{[len(numbers) for numbers in layers]}: expected one number for each layer, and groups"
+                f"{[len(numbers) for numbers in layers]}: expected groups, and a number for each layer"
             )
         if len({group.device for group in groups}) > 1:
             raise ValueError(f"KV groups on {[str(group.device) for group in groups]}: expected one device")
