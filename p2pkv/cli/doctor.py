@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about.add_argument(
         "--rank",
         metavar="HOST:PORT",
-        help="ask the running rank that listens there what it has counted and holds",
+        help="show the counters and gauges of the running rank that listens at this address",
     )
     about.add_argument(
         "--pair",
@@ -39,23 +39,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about.add_argument(
         "--listen",
         metavar="HOST:PORT",
-        help="wait there, on P's host, for `--connect` on D's, and send some messages over a real link",
+        help="on P's host: wait at this address for `--connect` on D's, and send it messages over a link",
     )
     about.add_argument(
         "--connect",
         metavar="HOST:PORT",
-        help="on D's host: build a link with the doctor that listens there, and see what it carries",
+        help="on D's host: build a link to the doctor that listens at this address, and measure it",
     )
-    parser.add_argument("--link", choices=NAMES, default=AUTO, help="the kind of that link")
+    parser.add_argument("--link", choices=NAMES, default=AUTO, help="kind of link for --listen and --connect")
     parser.add_argument(
         "--secret-file",
         metavar="FILE",
-        help="the secret of the instances, or of the two doctors, if that is not in P2PKV_SECRET",
+        help="file with the secret of the instances, or of both doctors, if P2PKV_SECRET does not have it",
     )
     parser.add_argument(
         "--allow-insecure",
         action="store_true",
-        help="with --listen: off loopback without a secret all the same",
+        help="with --listen: listen off loopback even without a secret",
     )
 
 

@@ -76,7 +76,7 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
         if stopped:
             sentence += f"; it cannot serve now: {stopped}"
         if first.get("instance"):
-            sentence += "; ask its other data-parallel engines too, at their first ports"
+            sentence += "; ask its other data-parallel engines too, each at its first port"
         if not (fits := first["role"] in (role, "both")):
             sentence += f"; expected kv_role {vllms} or kv_both: P comes first, then D"
         yield Finding(role, sentence, ok=fits and not stopped)
@@ -92,7 +92,7 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
         differ = [f"{name} ({' and '.join(each)})" for name, each in found.items()]
         sentence = f"{one.get('model')} on P and {two.get('model')} on D may be a pair"
         if differ:
-            sentence = f"they are no pair: {' and '.join(differ)} differ (docs/compatibility.md)"
+            sentence = f"P and D do not fit: {' and '.join(differ)} differ (docs/compatibility.md)"
         yield Finding("fit", sentence, ok=not differ)
 
 
@@ -272,7 +272,7 @@ class Conversation:
                 if isinstance(message, kind):
                     return message
                 raise CheckFailed(f"the other doctor sent {type(message).__name__}: expected {kind.__name__}")
-        raise CheckFailed(f"no doctor has answered for {seconds:g} s; of an instance there, ask with --pair")
+        raise CheckFailed(f"no doctor has answered for {seconds:g} s; for running instances use --pair")
 
     def expect_nothing(self) -> None:
         """Between two looks at a link. Raises CheckFailed if the other side has sent anything."""
@@ -316,7 +316,7 @@ def listen(address: Address, members: Members | None, link: str) -> Iterator[Fin
             rate = _send(other, outbound, ANSWER_SECONDS + factory.build_seconds)
         except (LinkError, CheckFailed) as error:
             raise other.over(error) from None
-        yield Finding("data", f"the other side got it at {rate / 1e9:.2f} GB/s")
+        yield Finding("data", f"the other side received it at {rate / 1e9:.2f} GB/s")
 
 
 def connect(address: Address, members: Members | None, link: str) -> Iterator[Finding]:

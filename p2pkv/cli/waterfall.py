@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"Start proxy, P and D with {VARIABLE}=proxy:FOLDER, P:FOLDER and D:FOLDER, on one host; send "
         "requests, one after the other; then read the folder."
     )
-    parser.add_argument("folder", type=Path, help="where the stamps are")
+    parser.add_argument("folder", type=Path, help="the folder that P2PKV_STAMPS names")
     parser.add_argument("--request", default="", help="32 hex digits: this request alone, not medians of all")
 
 

@@ -282,7 +282,7 @@ def test_two_doctors_build_a_link_and_move_messages(address: Address, start: Cal
     measured = re.search(
         r"4 messages of 8 MiB came over .+ as they were sent, and 32 more at (\S+) GB/s", said_d
     )
-    assert measured and f"the other side got it at {measured[1]} GB/s" in said_p
+    assert measured and f"the other side received it at {measured[1]} GB/s" in said_p
 
 
 # In two threads, with other links.
@@ -342,7 +342,7 @@ def test_every_kind_of_link(
     assert (p.failure, d.failure) == ("", "")
     assert all(each.ok for each in (*p.found, *d.found))
     assert f"over {way} as they were sent" in d.about("data").sentence
-    assert p.about("data").sentence.startswith("the other side got it at ")
+    assert p.about("data").sentence.startswith("the other side received it at ")
 
 
 def test_doctors_with_two_secrets_say_so(
@@ -422,7 +422,7 @@ def test_an_instance_that_listens_is_no_doctor(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(link_check, "ANSWER_SECONDS", 2.0)
     with (
         engines(Geometry(), Geometry(), lambda side, rank: network.rank()) as (p, _),
-        pytest.raises(link_check.CheckFailed, match="of an instance there, ask with --pair"),
+        pytest.raises(link_check.CheckFailed, match="for running instances use --pair"),
     ):
         next(link_check.connect(p.address, None, "host"))
 
@@ -490,7 +490,7 @@ def test_what_does_not_fit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     network = MemoryNetwork()
     with engines(Geometry(), Geometry(layers=(6,)), lambda side, rank: network.rank()) as (p, d):
         *_, fit = link_check.ask_instances(p.address, d.address, None)
-        assert not fit.ok and "they are no pair: layers in all (4 and 6) differ" in fit.sentence
+        assert not fit.ok and "P and D do not fit: layers in all (4 and 6) differ" in fit.sentence
     one, two = Geometry(), Geometry()
     with engines(one, two, lambda side, rank: network.rank(), secret=SECRET.encode()) as (p, d):
         members = members_of(SECRET.encode())
