@@ -84,8 +84,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Not an option: how many ranks this engine has, TP x PP x PCP."""
 
     proxy_ip: str | None = None
-    """IP address or name | no | the proxy to register with; of several, all, with commas between them; each
-    may be `host:port`; needs `proxy_port` and `http_port`"""
+    """IP address or name | no | the proxy to register with, or several with commas between them; each may
+    be `host:port`; needs `proxy_port` and `http_port`"""
 
     proxy_port: Port | None = None
     """TCP port | no | the proxy's discovery socket, where `proxy_ip` names no other"""
@@ -126,7 +126,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     first and for P's first tokens of sampled streams"""
 
     watch_weights: bool = True
-    """true or false | no | notice when vLLM changes the weights while it runs, and use no KV of the former"""
+    """true or false | no | notice when vLLM changes the weights while it runs, and use no older KV"""
 
     max_links: Annotated[int, Meta(ge=1, le=1 << 16)] = 64
     """links of a rank | no | idle links beyond this number are closed, and built again by the next request;
@@ -140,13 +140,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """channels | yes | the most channels of an NCCL communicator (32 at most); more take more GPU memory"""
 
     nccl_in_flight: Annotated[int, Meta(ge=1, le=8)] = 1
-    """launches | no | launches of an NCCL link that are on the device at a time while no other link of the
-    rank is busy; else one, and with kv_both always. Behind a second one the model's kernels might wait; with
-    `2` large messages were 1.2 times as fast on an H200"""
+    """launches | no | how many launches an NCCL link may have on the device at a time while no other link
+    of the rank is busy; else one, with kv_both always one. The model's kernels might wait behind a second;
+    with `2` large messages were 1.2 times as fast on an H200"""
 
     nccl_group_bytes: Annotated[int, Meta(ge=0, le=1 << 32)] = 16 * MIB
     """bytes | no | messages of an NCCL link that are ready together are launched together, up to so many
-    bytes (P's counts); 0: each alone"""
+    bytes (P's value counts); 0: each alone"""
 
     weights_name: Annotated[str, Meta(max_length=256)] = ""
     """text | yes: one name for the same weights | a name for weights that vLLM does not load from files on

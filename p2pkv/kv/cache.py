@@ -115,7 +115,7 @@ class PagedCache:
         tables = [0] * len(tensors) if tables is None else tables
         if not tensors or len(tables) != len(tensors):
             raise ValueError(
-                f"{len(tensors)} KV layers and {len(tables)} block tables: expected layers, and a table for each"
+                f"{len(tensors)} KV layers and {len(tables)} block tables: expected layers, each with a table"
             )
         if min(tables) < 0:
             raise ValueError(f"block table number {min(tables)}: block tables are numbered from 0")
