@@ -26,7 +26,7 @@ class Event(Struct, frozen=True):
 
 
 class HoldPrompt(Command, frozen=True):
-    """P's scheduler has this request. `named`: another engine of this instance, if its id names that."""
+    """P's scheduler has this request. `named`: if its id names another engine of this instance, that one."""
 
     key: str
     decode: Address
@@ -34,7 +34,7 @@ class HoldPrompt(Command, frozen=True):
 
 
 class OfferPrompt(Command, frozen=True):
-    """Its prefill begins; `generation`: of the weights, "": those of P's start."""
+    """The prompt's prefill begins. `generation` names P's weights; "": those it started with."""
 
     key: str
     decode: Address
@@ -99,8 +99,8 @@ class Expect(Command, frozen=True):
 
 class Load(Command, frozen=True):
     """The request has blocks: load tokens [start, stop); an empty range releases P. `fence`: until it is
-    passed the step before may still write to these blocks; None: no other step does. `number`: of
-    this load, for `Loaded`; 0: it has none."""
+    passed the step before may still write to these blocks; None: no step may. `number`: this load's, which
+    `Loaded` repeats; 0: it has none."""
 
     key: str
     start: int
@@ -111,7 +111,7 @@ class Load(Command, frozen=True):
 
 
 class Invalidate(Command, frozen=True):
-    """KV that waits for its request is not valid any more. `generation`: of D's weights from now on."""
+    """KV that came before its request is not valid any more. `generation` names D's weights from now on."""
 
     generation: str
     reason: str
@@ -151,7 +151,7 @@ class BlocksFree(Event, frozen=True):
 
 
 class Begun(Event, frozen=True):
-    """D: P has begun to compute this prompt. `generation`: of P's weights; None: no part is for this rank."""
+    """D: P has begun to compute this prompt. `generation` names P's weights; None: this rank gets no part."""
 
     key: str
     generation: str | None = ""
@@ -173,7 +173,7 @@ class PrefetchComplete(Event, frozen=True):
 
 
 class LoadFailed(Event, frozen=True):
-    """D: it will not come; nothing is written to the blocks any more."""
+    """D: the prompt's KV will not come; nothing is written to the request's blocks any more."""
 
     key: str
     reason: str

@@ -7,7 +7,7 @@ from p2pkv.device import PASSED, Fence
 from p2pkv.engine import commands as do
 
 Prompts = tuple[tuple[str, int], ...]
-"""Of each prompt of a step its key, and the end of its tokens that the step computes."""
+"""For each prompt of a step its key, and the number of its tokens that are computed after the step."""
 
 Order = Callable[[do.Command], None]
 """Hands a command to the rank."""
@@ -18,8 +18,8 @@ BEHIND = 4
 
 
 class ComputedLayers:
-    """The layers of one step. The engine is woken when there is a message's worth of them, not sooner, and on
-    a device that waits for the forward thread to launch only behind the last one."""
+    """The layers of one step. They wake the engine once they fill a message; on a device that waits for the
+    forward thread to launch its kernels, only once the last one is computed."""
 
     def __init__(self, layers: int, record: Callable[[], Fence]) -> None:
         """`layers`: in the rank's cache; `record`: makes a fence behind the current stream's work."""
@@ -78,7 +78,7 @@ class ComputedLayers:
         self._count = 0
 
     def ended(self) -> None:
-        """vLLM says that the step's forward has ended: its V1 runner says so of one that has raised, too."""
+        """vLLM reports the end of the step's forward; its V1 runner does so even if that has raised."""
         self._whole = sys.exception() in (None, self._handled)
 
     def end(self, order: Order) -> None:

@@ -63,7 +63,7 @@ class Counters:
 
 
 class ExpiringDict:
-    """Texts by key, each for some seconds after it was added; of more than `most` the oldest go."""
+    """Texts by key. Each stays for `seconds` after it was added; beyond `most` the oldest go first."""
 
     def __init__(self, seconds: float, most: int) -> None:
         self._seconds = seconds
@@ -77,7 +77,7 @@ class ExpiringDict:
         self.expire(now)
 
     def get(self, key: str) -> str | None:
-        """As of the last `expire`."""
+        """The text as of the last `expire`."""
         found = self._known.get(key)
         return found[1] if found is not None else None
 
@@ -118,7 +118,8 @@ class CopyQueue:
         self._last: dict[str, _Launch] = {}
 
     def launched(self, key: str) -> bool:
-        """A copy for this transfer was queued on the current stream; whether all of them are done."""
+        """A copy for this transfer was queued on the current stream. Returns whether all its copies are
+        done."""
         if self._record is not None:
             fence = self._record()
             if self._launches or not fence.ready():
@@ -188,12 +189,12 @@ LOOK_SECONDS = 0.25
 """Seconds between two looks at the engine core and at all peers, also those that have nothing to do."""
 
 MAX_IDLE_WORK = 64
-"""Copies that may wait to be prepared; of more the oldest are not."""
+"""Copies that may wait to be prepared; beyond that the oldest are not prepared."""
 
 BURST, MAX_BURST, BURST_BYTES = 4, 32, 4 << 20
-"""Messages copied for one peer before the others, and the control plane, get their turn: as many as hold so
-many bytes, within these bounds; on a device, where a copy is only launched, the most. Each turn of the engine
-thread may have to wait for the interpreter's lock, so a few copies share one."""
+"""Messages copied for one peer before the others, and the control plane, get their turn: as many as hold
+BURST_BYTES, from BURST to MAX_BURST; on a device, where a copy is only launched, MAX_BURST. Each turn of the
+engine thread may have to wait for the interpreter's lock, so a few copies share one."""
 
 LARGE_COPY = 256 << 10
 """Bytes from which on a copy on a CPU takes longer than handing a message to libzmq."""
@@ -205,7 +206,7 @@ class Context:
 
     Attributes:
         copies_synchronously: a copy has been made when its call returns, as on a CPU.
-        outbox: peers that were handed messages which may still be held.
+        outbox: peers whose connections may still hold messages that were handed over.
         idle_work: what can be done ahead of a copy on a device, while the engine waits for a peer; the oldest
             may be left out.
     """
@@ -248,7 +249,7 @@ class Context:
 
     def blocks_thread(self, nbytes: int, waits: bool = False) -> bool:
         """Whether a copy of so many bytes takes the engine's thread longer than sending what is held.
-        `waits`: what is held begins the peer's work, so on a device it goes first, too."""
+        `waits`: the peer waits for what is held, so that goes first on a device, too."""
         return nbytes >= LARGE_COPY if self.copies_synchronously else waits
 
     def answer(self, connection: Connection, message: AnyMessage) -> bool:

@@ -40,7 +40,7 @@ FENCE_SECONDS = 0.001
 """Seconds between two looks at the forward's fence while nothing else is awaited."""
 
 HELD_SECONDS = 1.0
-"""A turn so much later than it was due: something held this rank up, and no message could reach it."""
+"""A turn that is so many seconds late: something held this rank up, and it could read no message."""
 
 LONG_HELD_SECONDS = 5.0
 """A rank that was held up for so long logs it as a warning."""
@@ -76,8 +76,8 @@ class StallFreeClock:
 
 
 class Tables(NamedTuple):
-    """What takes each command, message and effect, and a peer that no message can be sent to. Messages go by
-    the classes of the peer that they come from and their own; `unowned`, by their own, on any connection."""
+    """The handler of each command, message and effect, and of a peer that no message reaches. A message's is
+    found by the class of the peer that sent it and its own; in `unowned` by its own, on any connection."""
 
     commands: dict[type, list[Handle]]
     messages: dict[tuple[type, type], Receive]
@@ -87,13 +87,13 @@ class Tables(NamedTuple):
 
 
 class Core:
-    """A rank's roles, and all that reaches them. It owns what it was made with: see `close`.
+    """A rank's roles, and all that reaches them. It owns what it was made with, and closes that in `close`.
 
-    `do`, `revoke`, `events` and `steps` are for the forward thread, `do` for others, too; only `revoke`
-    waits, for the device's gathers that are under way. All else is for one thread, which may be the same.
+    The forward thread may use `do`, `revoke`, `events` and `steps`, any thread `do`. Only `revoke` waits, for
+    gathers under way on the device. All else is for one thread, which may be the forward thread.
 
     Attributes:
-        prefill, decode: its roles; None: it does not have that one.
+        prefill, decode: its roles; None: it does not have that role.
         commands: what was ordered and is not carried out yet.
     """
 
@@ -243,7 +243,7 @@ class Core:
 
     @property
     def notified(self) -> bool:
-        """Whether peers were sent the end of something, and need time to read it."""
+        """Whether peers were sent the end of a transfer, and need time to read it."""
         return any(role.notified for role in self.roles)
 
     def close(self) -> None:
@@ -286,7 +286,7 @@ class Core:
                 f"{type(message).__name__} is not for a rank of role {self.context.options.role}"
             )
         elif self.prefill is not None and not isinstance(message, UnknownPeer):
-            # Two ranks of both roles would answer each other's Stranger without end. What comes to a D is
+            # Two ranks of both roles would answer each other's UnknownPeer without end. What comes to a D is
             # late: of ranks of P that are not its peers any more.
             self.context.answer(connection, UnknownPeer())
 
@@ -326,7 +326,7 @@ class Core:
             self.table.disconnected[type(peer)](peer, now)
 
     def _flush(self, now: float) -> None:
-        """Let out what peers were sent in this turn, and do what follows from that."""
+        """Send what is held for peers since this turn began, and do what follows from that."""
         while self.context.outbox:
             self._flush_outbox(now)
             self._apply(now)

@@ -30,14 +30,14 @@ class Beat(Struct, frozen=True, kw_only=True):
 
 
 class Liveness:
-    """Steps are written by the forward thread, all else by the engine thread; any thread may read. Single
-    attributes, so no lock.
+    """Whether the engine makes progress. The forward thread writes steps, the engine thread all else, and any
+    thread may read: single attributes, so without a lock.
 
     Where no beat ever comes (workers that Ray started), the steps alone decide.
 
     Attributes:
         stall: seconds without progress after which an engine that has work counts as hung.
-        held: by how much the engine thread's clock is behind the forward thread's; set by Core.turn.
+        held: seconds by which the engine thread's clock is behind the forward thread's; set by Core.turn.
         beat: the last one.
         read_beats: returns the beats that have come since its last call; called by the engine thread.
         paused_since: when the engine core was paused, by the engine thread's clock; None if it is not.
@@ -99,7 +99,7 @@ class Liveness:
         return self.paused_since is not None
 
     def trouble(self, now: float, silence: float | None = None) -> str:
-        """Why its requests do not get on, or "". `silence`: so many seconds without a beat; None: `stall`."""
+        """Why the engine stands still, or "". `silence`: seconds allowed without a beat; None: `stall`."""
         since, stall = self._since, self.stall
         if since is not None and now + self.held - since > stall:
             return f"its engine has been in one step for more than {stall:g} s"

@@ -30,11 +30,11 @@ from p2pkv.protocol.receiver import LoadPhase, Receiver
 from p2pkv.protocol.state_machine import Decision, Finished, Offered, Post, RemoteProtocolError, SendTo
 
 MAX_TRIES = 3
-"""How often a request asks ranks of one P anew whose Hellos contradict each other."""
+"""How often a request asks P again when P's ranks contradict, or P's engines redirect to, each other."""
 
 MAX_RELEASES = 1024
-"""The most ended requests of which D still tells the engine of P that has them that nothing is wanted. Of
-others a lease ends there."""
+"""The most ended requests that D still releases at the engine of P that has them; for others P's lease
+ends."""
 
 WAITING_AT_ONCE = 1024
 """Transfers that one `Heartbeat` names at most."""

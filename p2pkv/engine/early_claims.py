@@ -38,7 +38,7 @@ class EarlyClaims:
         return len(self._claims)
 
     def note(self, key: str, peer: DecodePeer, attempt: int, step: int | None, now: float) -> bool:
-        """Keep a claim; whether the step may still run in which P's scheduler may announce the prompt."""
+        """Keep a claim. Returns whether P may still be in the step in which it announces the prompt."""
         claims, incarnation = self._claims.get(key, {}), peer.hello.incarnation
         if (claim := claims.get(peer.key)) is None:
             if self._count >= MAX_CLAIMS:

@@ -31,7 +31,7 @@ class Peer(Protocol):
 
     @property
     def key(self) -> Any:
-        """What it can be found by."""
+        """The key by which `Peers` finds it."""
 
     def send(self, message: AnyMessage, now: float) -> bool:
         """Hand over one message, which goes out at the next `flush` at the latest; False if the connection

@@ -122,7 +122,7 @@ class InboundLink:
     posted: deque[PostedReceive] = field(default_factory=deque)
     burst: int = 0
     _together: int = 0
-    """How many receives are launched together next; `_following`: of so many `Sent` has yet to come."""
+    """How many receives are launched together next; `_following`: how many of them have no `Sent` yet."""
     _following: int = 0
     _waited: m.Chunk | None = None
     _inbound: Inbound | None = None
@@ -141,7 +141,7 @@ class InboundLink:
 
     @property
     def starves(self) -> bool:
-        """Whether an admitted chunk waits for room, and no other one has any."""
+        """Whether a chunk of a request with blocks waits for room, while this link holds none."""
         return self.up and bool(self.waiting) and not (self.posted or self.waiting[0].reserve)
 
     @property
@@ -219,9 +219,9 @@ class InboundLink:
         self.waiting = deque(each for each in self.waiting if each.key != key)
 
     def sent(self, message: m.Sent) -> None:
-        """P launches a send: launch the oldest posted receive without a `Sent`, too, or all that go together
-        when the last `Sent` of them has come. Raises LinkError if P names another chunk than its: which
-        receive holds what is then unknown."""
+        """P launches a send, so launch the oldest posted receive without a `Sent`; of several that go
+        together all, once the last `Sent` has come. Raises LinkError if P names another chunk than that
+        receive's: which receive holds what is then unknown."""
         if message.link != self.number:
             return
         posted = next((posted for posted in self.posted if posted.sent is None), None)
@@ -253,7 +253,7 @@ class PrefillPeer:
 
     Attributes:
         used: when a request last needed it; -inf: none has.
-        hello, plan: None before P's Welcome, as what follows is empty.
+        hello, plan: None before P's Welcome; until then what follows is empty.
         formats, rows: the form in which its rows travel, by KV group, and our cache in that form.
         verify: whether this rank or P's wants a checksum of each chunk.
         unanswered_since: time of the oldest question of ours that it has not answered; None: it has
@@ -531,8 +531,8 @@ class PrefillPeers(Peers[str, PrefillPeer]):
             self._broken(peer, error, now)
 
     def _post(self, peer: PrefillPeer) -> None:
-        """Post receives for announced chunks while there is room; only one if other peers wait, too. Where
-        nothing was posted, the others once the grant of the first is out: P fills that one meanwhile."""
+        """Post receives for announced chunks while there is room; only one if others wait, too. Where nothing
+        was posted, the others follow once the grant of the first is out: P fills that one meanwhile."""
         link, effects = peer.link, self._ctx.effects
         while link.waiting and (new := link.post()) is not None:
             effects.append(ReceivePosted(peer, new.key, new.chunk, link.number, new.receive.remote_slot))

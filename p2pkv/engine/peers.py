@@ -79,7 +79,7 @@ class StallTimer:
         self._next = None
 
     def check(self, next_one: object, now: float, seconds: float) -> bool:
-        """Whether `next_one` (None: nothing is under way) has been the next for longer; to be asked often."""
+        """Whether `next_one` (None: nothing is under way) has been next for `seconds`; to be asked often."""
         if next_one is not self._next:
             self._next, self._since = next_one, now
         return next_one is not None and now - self._since > seconds

@@ -16,8 +16,8 @@ from p2pkv.protocol.messages import Chunk, Sent
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ArrivedChunk:
-    """One chunk that has arrived: its bytes, and our cache in their form, by KV group: the peer may be gone
-    when it is written to our blocks. `digest`: our checksum of it; None where none is wanted."""
+    """One chunk that has arrived: its bytes, and `rows`, our cache in their form, by KV group: the peer may
+    be gone when it is written to our blocks. `digest`: our checksum of it; None where none is wanted."""
 
     peer: PrefillPeer
     rank: int
@@ -28,7 +28,7 @@ class ArrivedChunk:
     digest: Checksum | None
 
     def differs(self) -> bool:
-        """Whether ours differs from P's. Call it only once the device has computed ours."""
+        """Whether our checksum differs from P's. Call it only once the device has computed ours."""
         return self.digest is not None and self.digest.value() != self.sent.digest
 
 

@@ -220,7 +220,7 @@ class Prefill:
                     self._ctx.effects.append(SendMessage(peer, moved))
 
     def _claim(self, peer: DecodePeer, key: str, attempt: int, now: float) -> bool:
-        """Note that D's rank waits for this prompt; whether P vouches for it."""
+        """Note that D's rank waits for this prompt. Returns whether P vouches for it."""
         entry = self.entries.get(key)
         if entry is None:
             known = self._claims.note(key, peer, attempt, self._ctx.steps.running, now)
@@ -434,7 +434,7 @@ class Prefill:
 
     def leave(self, reason: str, now: float, finish: bool) -> bool:
         """This rank stops: with `finish`, what D waits for and P has computed may go on. All else ends.
-        Returns whether some rank of D was sent that."""
+        Returns whether a rank of D was sent an end."""
         self._ranks.leave(reason)
         notified = False
         for key in self._claims.known():

@@ -19,11 +19,11 @@ from p2pkv.engine.to_decode import DecodePeer, DecodePeers
 from p2pkv.protocol import messages as m
 
 Handle = Callable[[Any, float], object]
-"""What takes a command or an effect, and the time."""
+"""The handler of a command or an effect: it gets that, and the time."""
 
 Receive = Callable[[Any, Any, float], object]
-"""What takes the peer that a message comes from, the message, and the time; where a message may come on a
-connection of no peer (`unowned`), the connection."""
+"""The handler of a message: it gets the peer that sent it, the message and the time. One in `unowned` gets
+the connection, which may have no peer, in place of the peer."""
 
 
 class Role(ABC):
@@ -31,7 +31,7 @@ class Role(ABC):
 
     Attributes:
         peers, peer: the table of its peers, and their class.
-        notified: peers were sent the end of something, and need time to read it.
+        notified: peers were sent the end of a transfer, and need time to read it.
     """
 
     peer: ClassVar[type]
@@ -44,7 +44,7 @@ class Role(ABC):
     notified = False
 
     def after(self, now: float) -> bool:
-        """What is left of a turn once the effects of `poll` are applied; whether data is under way."""
+        """Do the rest of a turn, when the effects of `poll` are applied; whether data is under way."""
         return self.peers.moving
 
     @property

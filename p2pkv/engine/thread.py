@@ -88,7 +88,7 @@ class Rank:
         return self.core.events()
 
     def wait_for_event(self, seconds: float) -> None:
-        """Wait until something has happened since the last `events`, for so long at most, lock released."""
+        """Wait for a new event, `seconds` at most, with the interpreter's lock released."""
         self._event_set.wait(seconds)
 
     def stop(self) -> None:

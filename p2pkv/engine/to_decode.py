@@ -93,7 +93,7 @@ class SendsDue(Effect, frozen=True, eq=False):
 
 @dataclass(eq=False, slots=True)
 class PendingSend:
-    """A committed send that D has not taken yet. `digest`: None: none is wanted.
+    """A committed send that D has not taken yet. `digest`: its checksum; None: it has none.
 
     Its `Sent` message waits for the checksum (`summed`), for those before it, and until the link may launch
     the send (`due`: it goes out in this turn). `closes`: it is the last of so many that are launched
@@ -256,8 +256,8 @@ class OutboundLink:
         self.pending.append(flight)
 
     def next_due(self, together: bool) -> list[PendingSend]:
-        """The oldest sends that are pending and not due yet, as many as the link may launch together now:
-        then they are due. `together`: D can do the same. Raises LinkError."""
+        """Make the oldest pending sends due, as many as the link may launch together now, and return them.
+        `together`: D can launch several together, too. Raises LinkError."""
         before = sum(1 for _ in takewhile(attrgetter("due"), self.pending))
         waiting = len(self.pending) - before
         if not waiting or not self.pending[before].summed or self._outbound is None:
@@ -281,8 +281,8 @@ class OutboundLink:
         return len(self.flights) == len(self.pending)
 
     def launch(self) -> None:
-        """The `Sent` message of the oldest send has just gone out: launch that send, with those that it goes
-        together with when those of all have. Raises LinkError."""
+        """The `Sent` message of the oldest send has just gone out: launch that send; of several that go
+        together all, once their last `Sent` is out. Raises LinkError."""
         if self.announcing and self._outbound is not None and (count := self.pending.popleft().closes):
             self._outbound.launch(count)
 
@@ -363,9 +363,9 @@ class DecodePeer:
         self.unconfirmed.pop((key, attempt), None)
 
     def go_on(self) -> None:
-        """Have D sent the `Sent` messages of the sends that the link may launch, and the next send filled.
-        Where nothing is on the wire, and if that holds up this thread, only once those have gone out: so D
-        writes one while the next is gathered. Raises LinkError."""
+        """Send D the `Sent` messages of the sends that the link may launch, and fill the next send. If
+        nothing is on the wire and the fill would hold up this thread, it comes only once those messages are
+        out, so that D writes one chunk while the next is gathered. Raises LinkError."""
         ctx = self.link.ctx
         while due := self.link.next_due(self.hello.together is True):
             ctx.effects.append(SendsDue(self, due))
