@@ -118,8 +118,7 @@ class CopyQueue:
         self._last: dict[str, _Launch] = {}
 
     def launched(self, key: str) -> bool:
-        """A copy for this transfer was queued on the current stream. Returns whether all its copies are
-        done."""
+        """A copy for this transfer was queued on the current stream. Whether all of its copies are done."""
         if self._record is not None:
             fence = self._record()
             if self._launches or not fence.ready():

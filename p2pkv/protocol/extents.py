@@ -221,7 +221,7 @@ class Cutter:
         return gcd(self.extents.by_group[piece.group].row, WIDEST)
 
     def put_back(self, pieces: tuple[Piece, ...]) -> None:
-        """In place of these filler went out: announce them again when they are ready again."""
+        """Filler went out in place of these pieces: announce them again when they are ready again."""
         self._again.extend(pieces)
         self.left += sum(map(self.extents.size, pieces))
 
@@ -296,7 +296,7 @@ class Coverage:
         return total
 
     def give_back(self, pieces: tuple[Piece, ...]) -> None:
-        """In place of these pieces filler came: they may be announced again."""
+        """Filler came in place of these pieces: they may be announced again."""
         for piece in pieces:
             taken, rows, layers = self._taken[piece.group], self._rows(piece), self.extents.places(piece)
             assert all(each & rows == rows for each in taken[layers])

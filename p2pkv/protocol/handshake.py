@@ -136,18 +136,18 @@ class Assignment(Struct, frozen=True, dict=True):
         return cls(tuple(GroupAssignment(edge, wires[edge.group]) for edge in edges))
 
     def extents(self, start: int, stop: int) -> Extents:
-        """What of it a D needs that has tokens [0, start) and will compute token `stop`. Raises
+        """The part of it for a D that has tokens [0, start) and will compute token `stop`. Raises
         RemoteProtocolError if `start` is inside a row of the wire."""
         return Extents({each.edge.group: each.extent(start, stop) for each in self.groups})
 
     @cached_property
     def edges(self) -> dict[int, Edge]:
-        """By KV group."""
+        """The edges, by KV group."""
         return {each.edge.group: each.edge for each in self.groups}
 
     @cached_property
     def unit(self) -> int:
-        """Tokens may be wanted from a multiple of this on."""
+        """D may want tokens from any multiple of this on."""
         return lcm(*(each.wire.unit for each in self.groups if not each.wire.once))
 
 
@@ -159,7 +159,7 @@ REFUSED_FOR = 5.0
 """Seconds after which a refused peer may be asked again, since a restart may have mended it."""
 
 DRAFTER = " with drafter "
-"""In a Hello's weights, before what identifies a drafter that keeps KV."""
+"""Stands in a Hello's weights before the text that identifies a drafter that keeps KV."""
 
 SAME_RINGS = "serve the same model with the same num_speculative_tokens, from which vLLM takes a ring's size"
 SAME_LINK = "give both the same `link`, nccl_num_channels, NCCL_* variables and nvidia-nccl package"
@@ -172,7 +172,7 @@ class Refused(Exception):
 
 
 def unfit(mine: str, theirs: str, why: object) -> str:
-    """The verdict on a pair, which only an answer can bring: one side has compared both Hellos."""
+    """Why two ranks cannot work together, in a sentence with both addresses; `why`: what does not fit."""
     return f"{theirs} and {mine} do not fit: {why}"
 
 
@@ -393,7 +393,7 @@ class DialState:
         self.next_try = now + REFUSED_FOR
 
     def lost(self, now: float) -> None:
-        """The peer does not know us any more, or is gone: start over. Who is asking already keeps to its
+        """The peer does not know us any more, or is gone: start over. One that is asking already keeps to its
         pauses, so that a peer that goes again and again is not asked without end."""
         if self.open:
             self.open, self.next_try = False, now

@@ -53,7 +53,7 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, array_like=False,
 
 
 class _Shortened:
-    """A reason may quote anything; a message that a peer cannot read would leave it without an end."""
+    """Cuts `reason`, which may quote anything: a peer could not read a longer message."""
 
     __slots__ = ()
 
@@ -272,7 +272,7 @@ Cuts = Annotated[tuple[Pieces, ...], Meta(max_length=MAX_CUT)]
 
 
 class Offer(TransferMessage, frozen=True, tag="Offer"):
-    """P to D: the prefill of this prompt has begun. `generation`: of the weights, "": those of P's start.
+    """P to D: the prefill of this prompt has begun. `generation` names P's weights; "": those of its start.
 
     `ready`: all of it is computed, and D may cut what it wants into chunks of at most so many bytes itself.
     P then offers it again, if D has not said yet what it wants.

@@ -60,7 +60,7 @@ class _Announced:
 @dataclass
 class Source:
     """What one rank of P has been asked for and has sent. `last_heard`: when its last message came. `ready`:
-    it has all of it, and takes chunks of so many bytes that this rank has cut; 0: it announces them."""
+    P has computed all of it, and this rank may cut chunks of so many bytes; 0: P announces the chunks."""
 
     assignment: Assignment
     last_heard: float
@@ -73,9 +73,9 @@ class Source:
     _unsent: int = 0
     """Of `chunks`, those that P has not sent."""
     _stored_bytes: int = 0
-    """Of chunks that have arrived and wait for blocks."""
+    """Bytes of the chunks that have arrived and wait for blocks."""
     _foreseen: tuple[Extents, int, list[Cut]] | None = None
-    """What is likely to be wanted, and how it is cut into chunks of so many bytes."""
+    """What is likely to be wanted, bytes of a chunk, and the chunks of that size."""
 
     @property
     def satisfied(self) -> bool:
@@ -88,7 +88,7 @@ class Source:
         return self._coverage is not None and not self._coverage.left
 
     def want(self, start: int, stop: int, now: float) -> None:
-        """It is asked for its part of tokens [start, stop)."""
+        """This rank of P is asked for its part of tokens [start, stop)."""
         self._coverage = Coverage(self.assignment.extents(start, stop))
         self.last_heard = now
 
@@ -99,7 +99,7 @@ class Source:
             self._foreseen = extents, self.ready, list(Cutter(extents).whole(tokens, self.ready, m.MAX_CUT))
 
     def cut(self, key: str, attempt: int, tokens: int, now: float) -> list[m.Chunk]:
-        """The first chunks of what it is asked for now, as it would announce them; [] if it has to."""
+        """The first chunks of what is asked for now, cut as P would; [] if P has to announce them."""
         if not self.ready or self._coverage is None:
             return []
         extents, cuts, chunks, count = self._coverage.extents, None, list[m.Chunk](), 0
@@ -137,7 +137,7 @@ class Source:
         return True
 
     def sent(self, message: m.Sent, now: float) -> None:
-        """P has sent it; what went out as filler will come again. Raises RemoteProtocolError."""
+        """P has sent this chunk; if it was filler, its pieces will come again. Raises RemoteProtocolError."""
         announced = self.chunks.get(message.chunk)
         if message.chunk < self._next and (announced is None or announced.sent):
             return
@@ -152,7 +152,7 @@ class Source:
             del self.chunks[message.chunk]
 
     def keep(self, chunk: int, now: float) -> None:
-        """Its bytes are on D, and wait there for blocks."""
+        """This chunk's bytes are on D, and wait there for blocks."""
         announced = self.chunks[chunk]
         assert announced.sent and not announced.stored
         announced.stored = True
@@ -196,7 +196,7 @@ class Receiver:
     # What D's own engine does.
 
     def attach(self, assignments: Mapping[int, Assignment], now: float) -> list[Decision]:
-        """P's shape is known: these of its ranks hold what this rank needs."""
+        """P's shape is known: the ranks of P that hold what this rank needs, and what each owes it."""
         if self.sources or self.load.state is not LoadPhase.WAITING:
             return []
         self.sources = {rank: Source(assignment, now) for rank, assignment in assignments.items()}
@@ -265,7 +265,7 @@ class Receiver:
         return self._end(reason, m.Cancel(self.key, self.attempt, reason))
 
     def again(self, attempt: int, lease_from: float) -> "Receiver":
-        """The same request, asked of another incarnation of P: with a new lease, and the old bound."""
+        """A receiver that asks another incarnation of P for the same request: a new lease, the old bound."""
         known = self.tokens, self.digest, self.terms
         other = Receiver(self.key, attempt, *known, lease_from, self.prefetch)
         other.waits_since = self.waits_since

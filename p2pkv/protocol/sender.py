@@ -101,8 +101,8 @@ class SendState:
     _granted: set[int] = field(default_factory=set)
 
     def want(self, message: m.Want) -> None:
-        """D's rank says which tokens, and perhaps has cut chunks of them, which count as announced. Raises
-        RemoteProtocolError if it said something else before, or may not have cut them so."""
+        """D's rank names the tokens that it wants. Chunks that it has cut of them count as announced. Raises
+        RemoteProtocolError if it named others before, or may not have cut them so."""
         extents = self.assignment.extents(message.start, message.stop)
         if self.cutter is not None and self.cutter.extents != extents:
             raise RemoteProtocolError(f"{message} is not what was wanted ahead, {self.cutter.extents}")

@@ -63,10 +63,10 @@ class Machine(Generic[State, Event]):
 class Terms:
     """What holds for every transfer of a rank.
 
-    `lease`: seconds without an answer after which a load ends, and P's blocks are free; the latter also for
-    any D while P is paused. `wait`: seconds for which D waits for P to begin, and again for blocks, and P for
-    a D that claims a prompt and takes nothing. `stall`: without a byte, after which a load ends.
-    `chunk_bytes`: of a full message; P's.
+    `lease`: seconds without an answer after which a load ends, and P frees the blocks; a paused P also frees
+    those of which D takes nothing for so long. `wait`: seconds that D waits for P to begin, and again for
+    blocks, and P for a D that claims a prompt and takes nothing. `stall`: seconds without a byte after which
+    a load ends. `chunk_bytes`: bytes of a full message of P's.
     """
 
     lease: float
@@ -101,7 +101,7 @@ class Post(Decision, frozen=True):
 
 
 class Offered(Decision, frozen=True):
-    """D: all ranks that hold a part of the prompt have begun. `generation`: of P's weights; None: none do."""
+    """D: all ranks with a part of the prompt have begun it. `generation`: P's weights; None: no such rank."""
 
     generation: str | None = ""
 
