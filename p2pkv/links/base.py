@@ -79,7 +79,7 @@ class LinkEnd(ABC):
     Attributes:
         share: what its unfinished operations hold of the rank's staging.
         closed: it was closed, or aborted.
-        up: both ends are.
+        up: both ends are up.
     """
 
     guard: "Guard"
@@ -96,7 +96,7 @@ class LinkEnd(ABC):
 
     @property
     def used(self) -> int:
-        """Bytes that its unfinished operations hold. What an abort has yet to give back is the rank's."""
+        """Bytes that its unfinished operations hold; 0 once closed, when the rest counts for the rank."""
         return 0 if self.closed else self.share.held
 
     @abstractmethod
@@ -136,12 +136,12 @@ class Inbound(LinkEnd):
 
     @property
     def way(self) -> str:
-        """How the bytes come, for people, where the kind of link has several ways; "" where it has one."""
+        """For people: how the bytes come, if this kind of link has several ways; "" if it has one."""
         return ""
 
     def launch(self, count: int = 1) -> None:
-        """P has announced its next sends, which it launches together: a `poll` may launch as many posted
-        receives from now on, together, too."""
+        """P has announced its next `count` sends, which it launches together: from now on a `poll` may launch
+        as many posted receives, together, too."""
 
 
 class Outbound(LinkEnd):
@@ -157,7 +157,7 @@ class Outbound(LinkEnd):
         return 1
 
     def launch(self, count: int = 1) -> None:
-        """D has `Sent` for so many sends that are `due`: launch them together, after those before them."""
+        """D has the `Sent` of `count` sends that are `due`: launch them together, after those before them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ class LinkSettings:
 
     Attributes:
         host: address or name of this machine that peers can dial.
-        staging_bytes: bound on what the links of the rank hold together of what is in flight.
+        staging_bytes: the most bytes in flight that all links of the rank hold together.
         shared_memory: whether ranks of one machine may share memory.
         device: where the KV is; None: the current CUDA device, for a kind that needs one.
         receives: whether this rank is ever D's end; if not, it needs no memory for what comes in.
@@ -194,7 +194,7 @@ Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_B
 
 
 class SetupBlob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
-    """An invitation or an acceptance of one kind of link, its tag. `name`: which of the two, for people."""
+    """An invitation or an acceptance; its tag is the kind of link. `name`: which of the two, for people."""
 
     name: ClassVar[str]
 
@@ -304,7 +304,7 @@ class LinkFactory:
     blobs: tuple[type[Invitation], type[Acceptance]]
     """Of its kind."""
     too_many_stuck = ""
-    """What is wrong when so many calls are `stuck` that no other one is risked."""
+    """The error if so many calls are `stuck` that no further link is risked."""
 
     def __init__(self, ends: MutableSet[LinkEnd] | None = None) -> None:
         """`ends`: an empty set that will hold the ends; a WeakSet lets go of those that were dropped."""

@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 _PAUSE = 0.001
 
 LEAST_PACED = 1 << 20
-"""Bytes of an operation from which on its time says how fast the wire is."""
+"""Bytes that an operation must have for its time to show how fast the wire is."""
 
 PACED = 32
-"""Operations of a link of which the fastest says how fast the wire is."""
+"""Latest operations of a link that are kept: the fastest of them shows how fast the wire is."""
 
 EARLY, LATE, MARGIN = 0.5, 0.9, 2.5e-4
 """An operation is looked at MARGIN seconds before it is thought to end, at the latest after LATE of the time

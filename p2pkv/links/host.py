@@ -159,7 +159,7 @@ class HostReceive:
             self._link.give(self)
 
     def take(self) -> None:
-        """Mark the bytes as read, for a P that shares the arena."""
+        """Mark the bytes as read, which a P that shares the arena sees."""
         memory.fence()
         self._words[self._entry + memory.TAKEN] = self.stamp
 

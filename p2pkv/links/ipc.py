@@ -25,7 +25,7 @@ from p2pkv.links.staging import StagingBudget
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.00002
-"""P polls its events, and D the socket: this is added to each message."""
+"""Between two looks of P at its events, and of D at the socket: adds to the time of each message."""
 
 BUILD_SECONDS = 30.0
 CLOSE_SECONDS = 2.0

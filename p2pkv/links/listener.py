@@ -8,7 +8,7 @@ _GUESTS = 8
 
 
 class HandshakeListener:
-    """Lets in the connection that shows the nonce, and closes. Of more than 8 undecided the oldest goes."""
+    """Lets in the connection that shows the nonce, then closes. Of more than 8 undecided the oldest goes."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ INIT_SECONDS = 120.0
 
 CLOSE_SECONDS = 2.0
 POLL_SECONDS = 0.00002
-"""No call reports that a message has arrived, so this is added to each."""
+"""Between two polls, as no call reports that a message has arrived: adds to the time of each."""
 
 BUSY_SHARE = 0.25
 """Part of a device's multiprocessors (SMs) that links may hold: NCCL's kernels spin while they wait for the

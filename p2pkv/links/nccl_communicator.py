@@ -32,12 +32,12 @@ class BusyEnds:
         self._waiting: dict[object, None] = {}
 
     def admits(self, end: object) -> bool:
-        """Whether this end is one of them, or may be."""
+        """Whether this end is one of the busy ends, or may become one."""
         return end in self._inside or len(self._inside) < self.most
 
     def turn_of(self, end: object, full: bool = False) -> bool:
-        """The same, but ends that have asked before come first. An end that may not enter yet is remembered:
-        it asks until it may, or leaves. `full`: none may enter now."""
+        """Like `admits`, but ends that have asked before come first. An end that may not enter yet is
+        remembered: it asks until it may, or leaves. `full`: none may enter now."""
         if end in self._inside:
             return True
         free = 0 if full else self.most - len(self._inside)
@@ -82,19 +82,19 @@ class NcclContext:
     device: CudaDevice
     pool: DevicePool
     staging: StagingBudget
-    """The rank's; slots of links whose abort has not come back count, too."""
+    """The rank's budget; slots of links whose abort has not come back count, too."""
     init_seconds: float
     owner: Guard
     busy: BusyEnds
-    """Of the ends that receive, and of those that send unless `busy_sends` is another."""
+    """The busy ends that receive, and those that send unless `busy_sends` is another object."""
     in_flight: int = 1
     """Operations of a link that are launched and unfinished, at most; one more is announced. A second one is
     launched only by an end that is busy `alone`: docs/design.md, "The NCCL link", has why."""
     group_bytes: int = 0
     """Bytes of the sends of a link that are launched together, at most; one alone may be larger."""
     times: list[tuple[float, ...]] | None = None
-    """Of each operation that is done, if a benchmark wants them: when it was wanted, was handed to NCCL,
-    NCCL's call returned, it was launched, and it was done, as seen by the owner's polls."""
+    """Times of each operation that is done, if a benchmark wants them: when it was wanted, was handed to
+    NCCL, NCCL's call returned, it was launched, and it was done, as seen by the owner's polls."""
     busy_sends: BusyEnds = field(init=False)
     openings: HelperThreads = field(default_factory=HelperThreads)
     aborts: HelperThreads = field(default_factory=HelperThreads)

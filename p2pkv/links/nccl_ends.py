@@ -184,12 +184,12 @@ class NcclEnd(LinkEnd):
             self.poll()
 
     def look(self) -> None:
-        """See which operations of the queue stand behind nothing any more."""
+        """See which operations of the queue have nothing before them on the device any more."""
         while self._ready < len(self._queue) and self._reached(self._queue[self._ready].after):
             self._ready += 1
 
     def announce(self, count: int) -> None:
-        """The next operations may be launched, so many together."""
+        """The next `count` operations may be launched, together."""
         assert self._announced and sum(self._launchable) + count <= len(self._queue), "nothing to launch"
         self._launchable.append(count)
 

@@ -66,7 +66,7 @@ def this_namespace() -> PidNamespace | None:
 
 
 def can_share() -> bool:
-    """Whether this system can share arenas between processes."""
+    """Whether processes of this system can share arenas."""
     return hasattr(os, "memfd_create") and this_namespace() is not None
 
 

@@ -43,7 +43,7 @@ class StagingBudget:
 
 @dataclass(eq=False, slots=True)
 class StagingShare:
-    """What one link holds of its rank's staging: `held`, `window` at most. `sends`: it is P's end."""
+    """What one link holds of its rank's staging: `held` bytes, at most `window`. `sends`: it is P's end."""
 
     budget: StagingBudget
     sends: bool = False
