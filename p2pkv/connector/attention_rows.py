@@ -28,8 +28,8 @@ class RowForm(NamedTuple):
     """Rows of one layer.
 
     Attributes:
-        tokens: that a row stands for; it is written when the last of them is computed.
-        planes: bytes of a row in its values, and in its scales, in each slot; () if a row lies together.
+        tokens: how many a row stands for; it is written when the last of them is computed.
+        planes: bytes of a row's values and of its scales, in each slot; () if a row lies together.
         slot_heads: KV heads in each of two slots; 0: there are none, and heads are the view's own.
         mixed: scales of several tokens of a head are mixed, so those of a block travel together.
         by_head: K and V of a head lie together, not all K in front of all V.
@@ -42,7 +42,7 @@ class RowForm(NamedTuple):
     by_head: bool = False
 
     def codec(self, plane: str, layers: str) -> str:
-        """Of this plane; `layers`: of the layers without planes."""
+        """The codec of this plane; `layers`: that of the layers without planes."""
         return MIXED_SCALES if self.mixed and plane.endswith("scales") else layers
 
 
@@ -95,7 +95,7 @@ def _nvfp4_form(name: str, spec: Any, module: Any) -> RowForm:
 
 
 def _slot_heads(name: str, spec: Any) -> int:
-    """See RowForm. Raises ConfigError."""
+    """`RowForm.slot_heads` of this layer. Raises ConfigError."""
     slots, heads = getattr(spec, "num_head_slots", None), spec.num_kv_heads
     if slots is None:
         return 0

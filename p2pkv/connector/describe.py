@@ -100,7 +100,7 @@ def data_parallel(config: VllmConfig) -> bool:
 
 
 def replica(config: VllmConfig) -> int | None:
-    """With which X-data-parallel-rank its HTTP server sends this engine a request; None: it has no other."""
+    """X-data-parallel-rank, by which its HTTP server sends a request to this engine; None: it needs none."""
     parallel = config.parallel_config
     if not data_parallel(config):
         return None
@@ -163,7 +163,7 @@ def refuse_what_cannot_move(vllm_config: VllmConfig, config: KVCacheConfig) -> N
 
 def computes_last_token(config: KVCacheConfig) -> bool:
     """Whether P computes the whole prompt. Where layers see a window or keep a state, P leaves the last token
-    to D: once P has computed it, vLLM frees what D needs to compute it, and a state is that after it."""
+    to D: once P has computed it, vLLM has freed what D needs to compute it, and a state includes it."""
     # A group without a name: all of its layers may lie on other stages.
     specs = (_spec_of(group, name) for group in config.kv_cache_groups for name in group.layer_names or ("",))
     return not any(_window(spec) or keeps_state(spec) for spec in specs)
@@ -177,7 +177,7 @@ def prompt_tail(config: VllmConfig) -> int:
 
 
 def resume_level(config: VllmConfig, options: Options) -> int:
-    """What the ping says of streams that go on elsewhere, where a part of the answer is prompt. What the
+    """The ping's `resumes`: whether streams go on elsewhere, where a part of the answer is prompt. What the
     server itself sets may count tokens of the answer: penalties, logits processors, a watermark, a bound."""
     model, defaults = config.model_config, config.model_config.get_diff_sampling_param()
     counts = any(defaults.get(f"{name}_penalty") for name in ("presence", "frequency"))
@@ -191,7 +191,7 @@ def resume_level(config: VllmConfig, options: Options) -> int:
 
 
 def first_token_level(config: VllmConfig, kv_config: KVCacheConfig, options: Options) -> int:
-    """What the ping says of it. Where layers see a window or keep a state, or a drafter reads ahead, the
+    """The ping's `first_token`. Where layers see a window or keep a state, or a drafter reads ahead, the
     token that P computes is not the one behind the whole prompt, or D needs more than that."""
     first = computes_last_token(kv_config) and prompt_tail(config) == 1
     return resume_level(config, options) if first else 0
@@ -217,8 +217,8 @@ def ahead_tokens(kv_config: KVCacheConfig, options: Options) -> int:
 
 
 def replayed_window(spec: KVCacheSpec) -> int:
-    """Tokens before a cached prefix's end of which vLLM computes this layer's KV again, as its prefix cache
-    has none (--swa-bounded-replay of vLLM 0.33); 0: its KV is cached."""
+    """How many tokens before a cached prefix's end vLLM computes this layer's KV of again, as its prefix
+    cache has none (--swa-bounded-replay of vLLM 0.33); 0: its KV is cached."""
     return int(getattr(spec, "prefix_replay_tokens", 0))
 
 
@@ -503,7 +503,7 @@ def _is_drafters(config: VllmConfig, layer: str, spec: KVCacheSpec) -> bool:
 
 
 def _number(layer: str) -> int:
-    """Among the model's layers; 0: its name has none."""
+    """The layer's number in the model; 0: its name has none."""
     return next((int(part) for part in layer.split(".") if part.isdigit()), 0)
 
 

@@ -86,7 +86,7 @@ class BlockQuota:
     requests do not keep a long one waiting for ever."""
 
     def __init__(self, limit: float = math.inf, blocks: Callable[[int], int] = lambda tokens: 0) -> None:
-        """`limit`: in blocks; `blocks`: of a request of so many tokens, at most."""
+        """`limit`: in blocks; `blocks`: the most that a request of so many tokens takes."""
         self.limit = limit
         self.taken = 0
         """Blocks of the admitted requests: as many as they may come to hold at most."""
@@ -116,7 +116,7 @@ class BlockQuota:
         self.taken += need
 
     def leave(self, request_id: str) -> None:
-        """It waits for no other instance any more, or does not want to enter."""
+        """It does not wait for another instance any more, or will not enter."""
         self._waiting.pop(request_id, None)
         self.taken -= self._admitted.pop(request_id, 0)
 

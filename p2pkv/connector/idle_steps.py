@@ -73,8 +73,8 @@ MAX_WAKEUP = 1024
 
 
 class WakeupMessage(Struct, frozen=True, array_like=True):
-    """What a wake-up may carry: this rank has all of the load of that number, which the engine core has
-    given it, or (0) of a prompt that waits here for its request: `commands.PrefetchComplete`."""
+    """What a wake-up may carry: this rank has all KV of the load to which the engine core has given that
+    `number`; 0: of a prompt that waits here for its request (`commands.PrefetchComplete`)."""
 
     rank: int
     ranks: int

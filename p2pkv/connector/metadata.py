@@ -71,15 +71,15 @@ class StepMetadata(KVConnectorMetadata):
     # D
     invalidate: Invalidate | None = None
     withheld: list[str] = field(default_factory=list)
-    """Loads that the workers have reported, which the workers must report again, as failed."""
+    """Loads that the workers have reported as done and must report again, as failed."""
     expects: list[tuple[str, Expect]] = field(default_factory=list)
     loads: list[tuple[str, Load]] = field(default_factory=list)
     now: dict[str, list[int]] = field(default_factory=dict)
-    """Keys of those of these loads that this step computes with, and blocks that are no good if one fails."""
+    """Of these loads the keys of those that this step computes with, and the blocks that a failure spoils."""
     drops: list[EndedRequest] = field(default_factory=list)
 
     def with_loads(self, other: StepMetadata) -> StepMetadata:
-        """These orders to P, and those of `other` to D, which are of the same step."""
+        """One step's orders: to P those of this object, to D those of `other`."""
         to_d = ("invalidate", "withheld", "expects", "loads", "now", "drops")
         return replace(self, **{name: getattr(other, name) for name in to_d})
 
@@ -93,7 +93,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     """Workers to scheduler, each step: requests of D by vLLM's id."""
 
     begun: dict[str, list[str | None]] = field(default_factory=dict)
-    """Of each rank to which P has offered it, the generation in the offer; see `commands.Begun`."""
+    """By request: for each rank that P has offered it to, the offer's generation; see `commands.Begun`."""
     failed: dict[str, str] = field(default_factory=dict)
     """Transfers that failed before D had blocks for them, and why."""
 

@@ -300,7 +300,7 @@ def _parts(form: Form, spec: Any, on_cpu: bool, tp: int, dim_first: bool) -> Ite
 
 
 def _state_bytes(spec: Any) -> list[int]:
-    """Of each state on this rank."""
+    """Bytes of each state on this rank."""
     return [prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
 
 

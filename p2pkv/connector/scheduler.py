@@ -42,11 +42,11 @@ class BlockTables:
     sizes: tuple[int, ...]
     """Tokens in a block, of each table; 0: a ring's, of which no token has a block of its own."""
     states: Mapping[int, Any] = field(default_factory=dict)
-    """Of the tables of recurrent layers and rings, vLLM's description of these layers."""
+    """vLLM's description of the layers of each table of recurrent layers or rings."""
     tail: int = 1
     """The last tokens of a prompt, which D computes in any case; see `prompt_tail`."""
     p_computes_last: bool = True
-    """P computes these, too; see `computes_last_token`."""
+    """Whether P computes these, too; see `computes_last_token`."""
     replayed: Mapping[int, int] = field(default_factory=dict)
     """Of the tables whose windows vLLM computes again behind a cached prefix: see `replayed_window`."""
 
@@ -97,10 +97,10 @@ ENDED_WITH_ITS_FIRST = "the answer has ended with its first token, which P has c
 UNASKED = "the router says that no D will ask for it"
 
 STOPPED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_REPETITION)
-"""How a request ends whose answer has come to its end, and not to the bound that a router has set."""
+"""How requests end whose answer is complete, and not cut off at the bound that a router has set."""
 
 COMPLETED = (*STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-"""How one ends of which vLLM has taken the results."""
+"""How requests end of which vLLM has taken the results."""
 
 
 @dataclass
@@ -109,7 +109,7 @@ class _Prompt:
     paired: Paired
     digest: bytes
     handed_on: bool = False
-    """Its token goes to the client."""
+    """P's token of it goes to the client."""
     filling: bool = False
     """It has blocks, and no step yet: another connector loads into them, and vLLM waits for that alone."""
     offered: bool = False
@@ -122,7 +122,7 @@ class _Prompt:
 
 
 class ProducerScheduler(ConnectorScheduler):
-    """A key is taken from the arrival of its request until the workers have reported it."""
+    """P's scheduler side. A transfer key is in use from its request's arrival until the workers report it."""
 
     def __init__(
         self, pairs: Pairs, tables: BlockTables, held: HeldBlocks, batches: int, quota: BlockQuota | None
@@ -394,21 +394,21 @@ class PendingLoad:
     local: int = 0
     """Tokens in D's own prefix cache when vLLM last asked."""
     begun: list[str | None] = field(default_factory=list)
-    """Of each rank to which P has offered it, the generation in the offer; see `commands.Begun`."""
+    """For each rank that P has offered it to, the offer's generation; see `commands.Begun`."""
     failure: str = ""
     """Why nothing comes from P; see `ConsumerScheduler.fail`."""
     stale: bool = False
     """The load began before D's weights changed, so that it has to end as failed."""
     number: int = 0
-    """Of the load."""
+    """The load's number, as in `commands.Load`."""
     prompt: tuple[int, bytes] = 0, b""
     """Its tokens and their digest, as in `Expect`."""
     kept: bool = False
-    """All ranks have its KV, so that the step can load it that computes the rest."""
+    """All ranks have its KV, so the step that computes the rest can load it."""
 
 
 class ConsumerScheduler(ConnectorScheduler):
-    """A key is D's from the arrival of its first request until that has ended."""
+    """D's scheduler side. A transfer key is in use from its first request's arrival until that has ended."""
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ class LocalGroup(NamedTuple):
 def local_group(
     cache: PagedCache, numbers: Iterable[int], names: Iterable[str], kind: str, word: str, **form: Any
 ) -> LocalGroup:
-    """`form`: what else is in the group's entry in a Hello, as the heads of the model and the dtype."""
+    """A group of this rank. `form`: what else its entry in a Hello has, as the model's heads and dtype."""
     shape = KvGroup(
         layers=(cache.layers,),
         row_bytes=cache.row_bytes,

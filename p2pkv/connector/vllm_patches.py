@@ -120,11 +120,11 @@ class Patch:
     required: ClassVar[tuple[Function, ...]] = ()
     """Functions that are not replaced, but must look so for the replacements to be right."""
     without: ClassVar[str]
-    """What is so without this patch, for the log; "": nothing is lost that must be logged."""
+    """What happens without this patch, for the log; "": nothing that must be logged."""
     level: ClassVar[int] = logging.INFO
-    """Of that line in the log."""
+    """The level of that line in the log."""
     any_version: ClassVar[bool] = False
-    """Whether looks are enough. If not, it is installed only into versions that p2pkv is tested with."""
+    """Whether it needs no vLLM that p2pkv is tested with, but only functions that look as expected."""
 
     installed = False
 

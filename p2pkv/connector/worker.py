@@ -47,7 +47,7 @@ class _Load:
 
 
 class Loads:
-    """D's. The engine reports the end of each request once; only then is the request forgotten."""
+    """D's loads. The engine reports the end of each request once; only then is the request forgotten."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank: Rank | SleepingRank = rank
@@ -62,7 +62,7 @@ class Loads:
     # Orders of vLLM's scheduler.
 
     def begin(self, meta: StepMetadata, fence: Fence | None = None) -> None:
-        """`fence`: nothing may be written to the blocks of these loads before it is passed; None: it may."""
+        """`fence`: nothing may be written to the blocks of these loads before it is passed; None: at once."""
         new = {request_id for request_id, _ in meta.expects}
         for ended in meta.drops:
             if ended.request_id not in new:  # its key may be a new one's
@@ -182,7 +182,7 @@ class Loads:
         return results
 
     def worker_metadata(self) -> WorkerMetadata | None:
-        """What the scheduler's side must learn besides, since the last call; None: nothing."""
+        """What else the scheduler's side must learn, since the last call; None: nothing."""
         metadata, self._metadata = self._metadata, WorkerMetadata()
         return metadata if metadata.begun or metadata.failed else None
 
@@ -263,8 +263,8 @@ class Worker:
         self.rank.revoke(revoked)
 
     def begin(self, meta: StepMetadata) -> None:
-        """Raises RuntimeError, which ends vLLM's engine, if the engine thread has ended: no transfer ends. Or
-        if a step has failed: vLLM may have sent this one before it knew, and it uses what is not computed."""
+        """Take a step's orders. Raises RuntimeError, which ends vLLM's engine, if the engine thread has
+        ended, as no transfer would; or if a step has failed, as this one may use what is not computed."""
         if failure := self.rank.failure or self._computed.failure:
             raise RuntimeError(failure)
         self._idle_wait = meta.idle_wait
