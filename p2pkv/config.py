@@ -40,7 +40,7 @@ BUSY_LINKS = 4
 """Links of a GPU that may be busy at once: 8 channels each are a quarter of 132 multiprocessors."""
 
 RESERVED_CHUNKS = 2
-"""Chunks of D's staging that only requests which have blocks may take."""
+"""Chunks of D's staging that are kept for requests with blocks."""
 
 PatchName = Literal[
     "weights", "engine_core", "spin_wait", "early_revocation", "deferral", "paused_loads", "prompt_end"
@@ -292,7 +292,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def instance(self) -> Address | None:
-        """Where the first engine of a data-parallel instance begins, or would on this host."""
+        """Where rank 0 of a data-parallel instance's first engine listens, or would here; else None."""
         return Address(self.host, self.kv_port) if self.data_parallel else None
 
     def is_of_instance(self, engine: Address) -> bool:

@@ -25,7 +25,7 @@ EVENTS = 256
 """Events that are made at the start. More are made if so many are waited for at once."""
 
 SCANT_BYTES = 512 << 20
-"""Memory of a device that should be left for CUDA graphs and NCCL, which take theirs later."""
+"""Bytes of a device's memory that should be left for CUDA graphs and NCCL, which take theirs later."""
 
 log = logging.getLogger("p2pkv.device")
 

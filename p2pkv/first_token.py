@@ -11,13 +11,13 @@ class FirstToken(StrEnum):
     """A router says the first three to P, and the last to D."""
 
     HANDED_ON = "handed_on"
-    """The client gets it, and D will have it behind the prompt. If the answer ends with it, no D will ask."""
+    """The client gets P's token, and D has it behind the prompt. If the answer ends with it, no D asks."""
     WHOLE = "whole"
-    """It is all of the answer: no D will ask."""
+    """P's token is all of the answer: no D will ask."""
     RELEASED = "released"
     """No D will ask for what P has computed under this id. This request's own prompt is of no use."""
     IN_PROMPT = "in_prompt"
-    """It is the last token of this prompt. P has computed the prompt without it."""
+    """P's token is the last one of this prompt, which P has computed without it."""
 
 
 def params(what: FirstToken) -> dict[str, str]:
@@ -26,7 +26,7 @@ def params(what: FirstToken) -> dict[str, str]:
 
 
 def found(kv_transfer_params: Any) -> FirstToken | None:
-    """What these say; None if they say nothing of it that this version knows."""
+    """What these params say of P's token; None: nothing that this version knows."""
     value = kv_transfer_params.get(FIRST_TOKEN) if isinstance(kv_transfer_params, dict) else None
     known = {str(each): each for each in FirstToken}
     return known.get(value) if isinstance(value, str) else None

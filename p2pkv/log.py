@@ -26,7 +26,7 @@ class RateLimit:
         return self.count(kind, now)[0]
 
     def count(self, kind: Hashable = None, now: float | None = None) -> tuple[bool, int]:
-        """The same; and how many were not admitted in the window before, if this event opens one, else 0."""
+        """As `admits`; and how many the window before did not admit, if this event opens one, else 0."""
         now = self._clock() if now is None else now
         since, count = self._windows.get(kind, (now, 0))
         left_out = 0

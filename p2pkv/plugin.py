@@ -49,7 +49,7 @@ def register() -> None:
 
 @cache
 def _stamp() -> None:
-    """For `p2pkv waterfall`, if this process is to make stamps."""
+    """Install the stamps of `p2pkv waterfall`, if this process is to make any."""
     if (stamps := wanted()) is not None:
         import_module(f"{MODULE}.tracepoints").install(stamps)
 
@@ -63,7 +63,7 @@ def vllm_version() -> str | None:
 
 
 def doubt(installed: str) -> str:
-    """A warning about this version of vLLM, to stand after its number; "" if p2pkv is tested with it."""
+    """A warning about this version of vLLM, to follow its number; "" if p2pkv is tested with it."""
     line, tested = ".".join(installed.split(".")[:2]), " and ".join(f"{each}.x" for each in TESTED)
     if line in TESTED:
         return ""

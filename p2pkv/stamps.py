@@ -23,7 +23,7 @@ _UNIQUE = re.compile(r"(?<![0-9a-f])([0-9a-f]{32})(?![0-9a-f])")
 _MAX_SEEN = 100_000
 
 Keys = Callable[..., Iterable[str]]
-"""What makes of a call's arguments the ids, or keys, of its requests."""
+"""Finds the ids, or keys, of a call's requests in its arguments."""
 
 
 def unique_of(name: str) -> str:

@@ -250,7 +250,7 @@ class Conversation:
             self.poll(0.05)
 
     def over(self, error: LinkError | CheckFailed) -> CheckFailed:
-        """Send the failure to the other side, unless that knows the cause of a broken link and sends it."""
+        """The error to raise; the other side gets it, too, unless it sends the cause of a broken link."""
         if isinstance(error, LinkError):
             try:
                 for _ in self.polls(LAST_MESSAGE_SECONDS):

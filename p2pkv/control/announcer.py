@@ -37,20 +37,20 @@ STOP_SECONDS = 2.0
 """How long a clean end may take, with the goodbye."""
 
 STOP = b"stop"
-"""In place of the last beat."""
+"""Sent in place of the last beat, at a clean end."""
 
 
 class EngineHealth(msgspec.Struct, frozen=True):
     """Whether requests may come to the instance, as its worker sees it."""
 
     trouble: str = ""
-    """Why it is not to be announced, in words; "" if it is."""
+    """Why the instance is not to be announced, in words; "" if it is."""
     paused: bool = False
     """It takes no new requests: vLLM's /pause has been called, and /resume has not, or it is stopping."""
     workload: discovery.Workload | None = None
-    """Of its scheduler; None if that is not known."""
+    """The work of its scheduler; None if that is not known."""
     at: float = 0.0
-    """When that was so, by this host's monotonic clock."""
+    """When `workload` was so, by this host's monotonic clock."""
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,13 +62,13 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     interval: float = discovery.PING_INTERVAL
     """Seconds between two pings."""
     stall_seconds: float = 120.0
-    """How long the child pings for a worker that is silent."""
+    """Seconds that the child goes on with pings for a silent worker."""
     secret: bytes | None = None
     """With it the child pings as a member; None to ping in the clear."""
     warm_up: WarmUp | None = None
-    """What is done before the first ping, if anything."""
+    """What is done before the first ping; None: nothing."""
     log_level: int = logging.INFO
-    """Of the child's log, which goes to the worker's stderr."""
+    """The level of the child's log, which goes to the worker's stderr."""
     parent: int = 0
     """The worker's process id."""
 

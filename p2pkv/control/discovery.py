@@ -132,7 +132,7 @@ class Ping(Struct, frozen=True, kw_only=True):
 
 
 def fit_differences(one: str, other: str) -> dict[str, tuple[str, str]]:
-    """In what two texts of `Ping.fit` differ: by name, what each has."""
+    """Where two texts of `Ping.fit` differ: by name, the values of both."""
     here, there = (dict(word.partition("=")[::2] for word in fit.split(", ")) for fit in (one, other))
     names = [name for name in here | there if here.get(name) != there.get(name)]
     if not (one and other):
@@ -179,7 +179,7 @@ def decode_ping(frame: bytes | memoryview) -> Ping:
 
 
 def lasting(ping: Ping) -> Ping:
-    """What is equal in all pings of one start of an engine, but for its goodbye."""
+    """The ping without what changes while the engine runs: `paused` and `workload`."""
     return msgspec.structs.replace(ping, paused=False, workload=None)
 
 

@@ -103,7 +103,7 @@ class Connection:
         return self._watch is not None and self._watch.connected is not None
 
     def takes_several(self, does: bool) -> None:
-        """Whether the peer takes several messages that come together: then `hold` holds them."""
+        """`does`: whether the peer takes several messages that come together; only then `hold` holds them."""
         self._several = does
 
     def hold(self, data: bytes) -> bool:
@@ -146,7 +146,7 @@ class ConnectionFailure(NamedTuple):
     """The dialed connection, which is shut now; None for one that a peer opened to us."""
     reason: str
     quiet: bool = False
-    """The other side just closed: a port scan, a monitor, or a peer that was first to find that we differ."""
+    """The other side only closed: a port scan, a monitor, or a peer that saw first that the two differ."""
     late: bool = False
     """A dialed peer has not answered in time. It may be busy: dial it again while it is needed."""
 
@@ -466,7 +466,7 @@ def _has_ipv4(host: str) -> bool:
 
 
 def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """What has come together, of which at most so many frames are kept. Raises zmq.Again if there is none."""
+    """What has come together; of too many frames only the first are kept. Raises zmq.Again for none."""
     frames = [socket.recv(zmq.DONTWAIT)]
     while socket.getsockopt(zmq.RCVMORE):
         frame = socket.recv(zmq.DONTWAIT)

@@ -27,7 +27,7 @@ _LOOK_SECONDS = 0.25
 """Between two looks whether a proxy that was away takes the ping that is due."""
 
 _REDIAL_SECONDS = 2.0
-"""Between two tries: the proxy may be another one by now, or a forwarder before it closes connections."""
+"""Seconds between two tries: the proxy may be another by now, or a forwarder before it closes connections."""
 
 _UNREACHED_SECONDS = 10.0
 _LOG_SECONDS = 60.0  # between two lines about one proxy

@@ -43,12 +43,12 @@ class Members:
         self._keys = _derive(secret)
 
     def serve(self, socket: zmq.Socket[Any], server: Server) -> None:
-        """Before it binds: `socket` answers only those who know its key. It needs a ZapHandler, too."""
+        """Call before `socket` binds: it answers only those who know its key. It needs a ZapHandler, too."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys[server][1])
 
     def join(self, socket: zmq.Socket[Any], server: Server) -> None:
-        """Before it connects: `socket` shows the members' key to a server that proves its own."""
+        """Call before `socket` connects: it shows the members' key to a server that proves its own."""
         public, secret = self._keys["member"]
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.key_of(server))
         socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
@@ -113,7 +113,7 @@ class ZapHandler:
         return socket
 
     def guard(self, socket: zmq.Socket[Any]) -> None:
-        """Before it binds: connections to `socket` are asked about."""
+        """Call before `socket` binds: libzmq then asks about connections to it."""
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
 
     def answer(self, request: list[bytes]) -> tuple[list[bytes], str]:
@@ -181,7 +181,7 @@ class HandshakeMonitor:
         self.socket.connect(address)
 
     def failures(self) -> Iterator[HandshakeFailure]:
-        """Those since the last call, without waiting."""
+        """The failures since the last call, without waiting."""
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.DONTWAIT)
@@ -222,7 +222,7 @@ def failure_of(frames: list[bytes]) -> HandshakeFailure:
 
 
 def limit_handshake(socket: zmq.Socket[Any], seconds: float | None = None) -> None:
-    """Before it binds or connects: no handshake on `socket` takes longer, by default HANDSHAKE_SECONDS."""
+    """Before `socket` binds or connects: no handshake may take longer; by default HANDSHAKE_SECONDS."""
     limit = min(HANDSHAKE_SECONDS if seconds is None else seconds, _LONGEST_HANDSHAKE)
     socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, int(limit * 1000)))
 

@@ -35,15 +35,15 @@ class WarmUp(Struct, frozen=True):
     """Where the first prompts go, and how long they are."""
 
     url: str
-    """Of the instance's own HTTP API, as http://10.0.0.1:8000. With https its certificate is not checked."""
+    """The instance's own HTTP API, as http://10.0.0.1:8000. With https its certificate is not checked."""
     model: str
     """A name under which the instance serves its model."""
     tokens: int
-    """Of a prompt."""
+    """Tokens of a prompt."""
     seconds: float
     """How long to wait for the health page, and then again for the answers."""
     api_key: str = ""
-    """Of the HTTP API; "" for none."""
+    """The key of the HTTP API; "": it needs none."""
     replica: int | None = None
     """See `discovery.Ping`."""
 

@@ -446,7 +446,7 @@ class DenseView:
                 )
 
     def prepare(self, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: CachedTables) -> None:
-        """Nothing can be done before."""
+        """Does nothing: pages are rearranged only with the buffer."""
 
 
 Rectangles = PagedCache | DenseView

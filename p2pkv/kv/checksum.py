@@ -57,7 +57,7 @@ def digest_on_host(buffer: torch.Tensor) -> Checksum:
 
 
 def digest_by_torch(buffer: torch.Tensor) -> Checksum:
-    """The fold of uint8 [n], queued on the current stream in some ten operations; for want of the kernel.
+    """The fold of uint8 [n], queued on the current stream in some ten operations; used without the kernel.
     Int64 wraps, as the kernel's unsigned words do."""
     count = -(-buffer.numel() // 8)
     padded = torch.zeros(8 * count, dtype=torch.uint8, device=buffer.device)

@@ -31,7 +31,7 @@ WORTH_BYTES = 4096
 """Bytes of a gather of its own, on average; smaller ones are made together, through a buffer."""
 
 WORTH_PUTTING = 64 << 10
-"""The same of a scatter, which needs no buffer for that."""
+"""As WORTH_BYTES, of a scatter, which needs no buffer to be made together."""
 
 LONG_BYTES, MANY_BLOCKS = 4096, 16
 """Bytes of a block's rows, and blocks, from which on a scatter reads straight on, layer by layer."""
