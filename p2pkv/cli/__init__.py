@@ -1,4 +1,4 @@
-"""The `p2pkv` command: demo, bench, doctor."""
+"""The `p2pkv` command: demo, bench, doctor, waterfall."""
 
 import argparse
 import importlib

@@ -330,7 +330,7 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
             self._announcer.stop()
             self._announcer = None
         self.worker.sleep()
-        log.info("%s rank sleeps: its links are closed", self.options.role)
+        log.info("this rank (role %s) sleeps: its links are closed", self.options.role)
 
     def restore_kv_caches(self) -> None:
         """The memory is back where it was: start again as another incarnation."""
@@ -375,7 +375,7 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
         if options.prefills:
             patches.EARLY_REVOCATION.preempt = self.worker.preempt
         log.info(
-            f"{options.role} rank {number} listens at {hello.address}; link {links.kind}; here: "
+            f"rank {number} (role {options.role}) listens at {hello.address}; link {links.kind}; KV groups: "
             f"{'; '.join(map(str, cache.groups))}"
         )
         warn_of_turns(cache.device)
