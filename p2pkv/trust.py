@@ -100,7 +100,7 @@ def _network(text: str) -> _Network:
 
 
 def is_loopback(host: str) -> bool:
-    """By its spelling alone: a name may mean anything."""
+    """Whether `host` is loopback, by its spelling alone: a name may mean anything."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -198,10 +198,10 @@ def first_token_level(config: VllmConfig, kv_config: KVCacheConfig, options: Opt
 
 
 def sampler(config: VllmConfig) -> str:
-    """What draws tokens here: with one seed vLLM's two model runners draw different tokens, and so may its
+    """The ping's `sampler`: with one seed vLLM's two model runners draw different tokens, and so may its
     versions. "" on a CPU, where no request may have a seed: vLLM's engine core ends when one that has a seed
-    and a prompt computed in part is in a step with others, as torch's CPU generator has no offset. Nor has
-    V1 with guesses a name: D's first step has room for them, and takes more numbers from the seed."""
+    and a prompt computed in part is in a step with others, as torch's CPU generator has no offset. Nor has V1
+    with guesses a name: D's first step has room for them, and takes more numbers from the seed."""
     guesses = config.speculative_config is not None and not config.use_v2_model_runner
     named = not (guesses or current_platform.is_cpu())
     return f"vLLM {version}, V{1 + config.use_v2_model_runner} runner" if named else ""

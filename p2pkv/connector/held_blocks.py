@@ -110,13 +110,13 @@ class BlockQuota:
         return False
 
     def enter(self, request_id: str, tokens: int) -> None:
-        """It has blocks now."""
+        """The request has blocks now."""
         self.leave(request_id)
         self._admitted[request_id] = need = self.blocks(tokens)
         self.taken += need
 
     def leave(self, request_id: str) -> None:
-        """It does not wait for another instance any more, or will not enter."""
+        """The request does not wait for another instance any more, or will not enter."""
         self._waiting.pop(request_id, None)
         self.taken -= self._admitted.pop(request_id, 0)
 

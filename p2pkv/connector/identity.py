@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("p2pkv")
 
 _unread = RateLimit(seconds=600.0)
-"""Of paths of adapters that the log has named."""
+"""Limits the warnings about each adapter's path that cannot be read."""
 
 ENDS_BYTES = 1 << 16
 """Bytes hashed at both ends of each weight file."""
@@ -54,7 +54,7 @@ FILE_FORMATS = frozenset(
         *("runai_streamer", "runai_streamer_sharded", "sharded_state", "bitsandbytes", "gguf"),
     }
 )
-"""Of vLLM's load formats those that read files with these suffixes, where the model is."""
+"""vLLM's load formats that read files with these suffixes, where the model is."""
 
 MACHINES_SETTINGS = frozenset(
     {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "max_model_len"}
@@ -71,7 +71,7 @@ DRAFTERS_SETTINGS = frozenset(
 and what its classes write, in the last pipeline stage only, which alone has a drafter."""
 
 Stamps = tuple[tuple[str, int, int], ...]
-"""Of files: path, time of the last change in nanoseconds, bytes."""
+"""For each file: its path, the time of its last change in nanoseconds, its bytes."""
 
 ADAPTER_FILES = ("adapter_config", "adapter_model")
 """The files that vLLM reads of an adapter's folder, without suffixes; a training leaves others there."""
@@ -183,7 +183,7 @@ def weights_in_files(files: Iterable[Path]) -> str:
 
 
 def adapter_fingerprint(adapter: LoRARequest) -> str:
-    """The same for an adapter: 24 hex digits, or "" if its files are not on this machine or cannot be read.
+    """An adapter's fingerprint: 24 hex digits, or "" if its files are not on this machine or cannot be read.
 
     vLLM reads the files once for each number that it gives an adapter; with `load_inplace` again for each
     step. So the files are read here once, and with `load_inplace` whenever they have changed.
@@ -397,8 +397,8 @@ def prompt_digest(request: Request, without: int = 0) -> bytes:
 
 
 def _tensor_digest(tensor: torch.Tensor) -> bytes:
-    """Of a tensor's type, shape and elements, at the speed of its memory and with the interpreter's lock
-    released: it may have hundreds of MiB, and vLLM's loop waits."""
+    """The digest of a tensor's type, shape and elements, at the speed of its memory and with the
+    interpreter's lock released: it may have hundreds of MiB, and vLLM's loop waits."""
     data = tensor.detach().cpu().contiguous()
     elements = xxhash.xxh3_128_digest(data.reshape(-1).view(torch.uint8).numpy().data)
     return f"{data.dtype}{list(data.shape)}".encode() + elements

@@ -264,11 +264,11 @@ class _StatePart:
     Layers differ in it on P if they do on D: `form` has what lies around it, which decides on the strides."""
 
     kind: str
-    """Of the recurrent layer."""
+    """The recurrent layer's kind."""
     name: str
-    """Of the segment, or "state"."""
+    """The segment's name, or "state"."""
     form: Form
-    """Of the layer."""
+    """The layer's form."""
     axis: Axis
     steps: int
     """Time steps of this part; a state is one."""

@@ -48,7 +48,7 @@ class BlockTables:
     p_computes_last: bool = True
     """Whether P computes these, too; see `computes_last_token`."""
     replayed: Mapping[int, int] = field(default_factory=dict)
-    """Of the tables whose windows vLLM computes again behind a cached prefix: see `replayed_window`."""
+    """By table: `replayed_window`, where vLLM computes windows again behind a cached prefix."""
 
     @property
     def left_out(self) -> int:

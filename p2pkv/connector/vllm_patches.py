@@ -124,7 +124,7 @@ class Patch:
     level: ClassVar[int] = logging.INFO
     """The level of that line in the log."""
     any_version: ClassVar[bool] = False
-    """Whether it needs no vLLM that p2pkv is tested with, but only functions that look as expected."""
+    """Whether it fits any vLLM whose functions look as expected, and not only those tested with p2pkv."""
 
     installed = False
 

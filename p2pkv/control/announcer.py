@@ -46,7 +46,7 @@ class EngineHealth(msgspec.Struct, frozen=True):
     trouble: str = ""
     """Why the instance is not to be announced, in words; "" if it is."""
     paused: bool = False
-    """It takes no new requests: vLLM's /pause has been called, and /resume has not, or it is stopping."""
+    """The engine takes no new requests: vLLM's /pause was called, and /resume was not, or it is stopping."""
     workload: discovery.Workload | None = None
     """The work of its scheduler; None if that is not known."""
     at: float = 0.0

@@ -14,7 +14,7 @@ from p2pkv.log import RateLimit
 from p2pkv.pairing import Address
 
 log = logging.getLogger("p2pkv.control.announcer")
-"""Of the process that announces the instance."""
+"""The log of the process that announces the instance."""
 
 Addresses = tuple[str, ...]
 OnPartners = Callable[[Addresses], None]

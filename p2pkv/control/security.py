@@ -156,7 +156,7 @@ class HandshakeFailure(NamedTuple):
     spoke: bool = True
     """Whether the other side has sent something wrong, and is not just gone."""
     refused: bool = False
-    """By the ZAP handler of a listening socket, ours or theirs."""
+    """The ZAP handler of a listening socket, ours or theirs, has refused it."""
     lost: bool = False
     """The handshake had succeeded; the connection has ended since."""
     late: bool = False

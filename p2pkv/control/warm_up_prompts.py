@@ -14,7 +14,7 @@ import urllib.parse
 from msgspec import Struct
 
 log = logging.getLogger("p2pkv.control.announcer")
-"""Of the process that announces the instance."""
+"""The log of the process that announces the instance."""
 
 REQUEST_MARK = "p2pkv-warm-up-"
 """What the request id of a warm-up begins with. It names no P and no D, so nothing is transferred."""

@@ -91,7 +91,7 @@ class RequestEntry:
         return next((rank for rank, each in self.peers.items() if each is peer), None)
 
     def drop_waiting(self) -> None:
-        """It has ended: post no receive for its chunks any more."""
+        """The request has ended: post no receive for its chunks any more."""
         for peer in self.peers.values():
             peer.link.drop_waiting(self.expect.key)
 

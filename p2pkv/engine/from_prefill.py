@@ -44,7 +44,7 @@ class PrefillLost(Effect, frozen=True, eq=False):
 
 
 class PrefillFailed(Effect, frozen=True, eq=False):
-    """Its requests fail; with `only_loading` those of them that load."""
+    """The requests of this rank of P fail; with `only_loading` only those that load."""
 
     peer: PrefillPeer
     reason: str

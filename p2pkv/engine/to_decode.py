@@ -202,7 +202,7 @@ class OutboundLink:
         self._overdue.clear()
 
     def park(self, now: float) -> None:
-        """It was given up until D names a transfer; then it is built at once."""
+        """The link was given up: it is built again, at once, when D names a transfer."""
         self.parked, self._next, self._pause = True, now, 0.0
 
     def poll(self) -> bool:

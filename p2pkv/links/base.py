@@ -302,7 +302,7 @@ class LinkFactory:
     """Seconds that a link may take to come up once both ends are made, however short the lease is."""
 
     blobs: tuple[type[Invitation], type[Acceptance]]
-    """Of its kind."""
+    """The classes of this kind's invitation and acceptance."""
     too_many_stuck = ""
     """The error if so many calls are `stuck` that no further link is risked."""
 

@@ -23,7 +23,7 @@ DAEMON = "nvidia-cuda-mps-control"
 PAGE = 'docs/operations.md, "Two servers on one card"'
 
 MAX_PROCESSES = 256
-"""Of one card that are asked for; a card with more shows none."""
+"""The most that NVML is asked for of one card; a card with more shows none."""
 
 
 def pipe_directory(environ: Mapping[str, str] = os.environ) -> Path:

@@ -31,7 +31,7 @@ NET_BYTES_OF_A_CHANNEL = 16 * 128 << 10
 """NCCL_SHARED_STEPS x NCCL_P2P_NET_CHUNKSIZE: sharedNetBuffersInit in transport/net.cc."""
 
 CHANNELS = 8
-"""Of the option nccl_num_channels by default."""
+"""The default of the option nccl_num_channels."""
 
 SAME_ON_BOTH = (
     "NCCL_BUFFSIZE", "NCCL_LL_BUFFSIZE", "NCCL_LL128_BUFFSIZE", "NCCL_CHUNK_SIZE", "NCCL_P2P_NET_CHUNKSIZE",
