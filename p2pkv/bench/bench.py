@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chunk-bytes", type=_positive, default=8 << 20, help="the option chunk_bytes (default: %(default)s)"
     )
     parser.add_argument(
-        "--layer-ms", type=float, help="simulated time of one layer; default: 0.25 + 0.0012 x tokens"
+        "--layer-ms", type=float, help="simulated ms of one layer (default: 0.25 + 0.0012 x tokens)"
     )
     parser.add_argument(
         "--whole-request",
@@ -63,9 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--link",
         choices=[*KINDS, PACED],
         default="host",
-        help="links between GPUs are measured otherwise: gather, scatter, link and push by size of message, "
-        f"fan-out and the memory of communicators, on CUDA devices; {PACED}: what a message costs on a GPU, "
-        "with a clock in its place (default: %(default)s)",
+        help="kind of link. Between GPUs: gather, scatter, link and push by size of message, fan-out and the "
+        f"memory of communicators, on CUDA devices; {PACED}: what a message costs on a GPU, with a clock in "
+        "place of the GPU (default: %(default)s)",
     )
     parser.add_argument(
         "--fan-out",
@@ -77,9 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "default: 1 2 4 with a link between GPUs, else none)",
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="with a link between GPUs: draw the curves there"
+        "--plot", type=Path, metavar="FILE", help="with a link between GPUs: draw the curves into this file"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every single measurement there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write each measurement into this file")
     paced.add_arguments(parser)
 
 

@@ -501,10 +501,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_above_zero,
         default=WIRES,
         metavar="GB/S",
-        help="rates of the wire; with ipc of P's gather, which writes to D's memory (default: %(default)s)",
+        help="GB/s of the wire; with ipc of P's gather, which writes to D's memory (default: %(default)s)",
     )
     paced.add_argument(
-        "--prompt", nargs="+", type=_prompt, default=PROMPTS, metavar="MIB", help="sizes (default: 16 512)"
+        "--prompt", nargs="+", type=_prompt, default=PROMPTS, metavar="MIB", help="KV (default: 16 512)"
     )
     paced.add_argument(
         "--message",
@@ -532,8 +532,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     paced.add_argument(
         "--forward",
         action="store_true",
-        help="also how much slower a thread gets that launches kernels from Python all the time, as vLLM's "
-        "forward does, while prompts are pushed one after the other",
+        help="also measure how much slower a thread gets that launches kernels from Python all the time, as "
+        "vLLM's forward does, while prompts are pushed one after the other",
     )
     paced.add_argument(
         "--step-ms",
@@ -541,8 +541,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_above_zero,
         default=[],
         metavar="MS",
-        help="also how long a step takes P's forward thread, and when D has its KV, if a layer takes the "
-        "GPU so long: with nothing to push, with pushes of all that is computed, and with p2pkv's",
+        help="also measure how long a step takes P's forward thread, and when D has its KV, if the GPU takes "
+        "so many ms for a layer: with no push, with a push of all that is computed, and as p2pkv pushes",
     )
     paced.add_argument(
         "--h100",

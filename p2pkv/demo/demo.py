@@ -28,7 +28,7 @@ class Moved:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `p2pkv demo`."""
-    parser.add_argument("--model", help="directory or name of a model; default: a tiny Llama, made here")
+    parser.add_argument("--model", help="folder or name of a model (default: a tiny Llama, made here)")
     parser.add_argument("--dtype", default="float32", help="type of weights and cache (default: %(default)s)")
     parser.add_argument(
         "--max-model-len", type=int, default=4096, help="longest prompt plus answer, in tokens"
