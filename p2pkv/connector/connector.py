@@ -145,7 +145,7 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
             self._beats = BeatSender([str(options.address.shifted(rank)) for rank in local], self._beat)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Ray may have put rank 0 on another host than this scheduler."""
+        """Take rank 0's address: Ray may have put that rank on another host than this scheduler."""
         first, here = metadata.get((0, 0)), self.options.host
         if isinstance(first, Address) and first.host != here:
             if self.options.proxies:
@@ -236,7 +236,7 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
             self.consumer.allocated(request, blocks, num_external_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """Those whose window vLLM would compute again behind what was loaded, although a load brings it.
+        """The groups whose window vLLM would compute again behind what was loaded, although a load brings it.
 
         vLLM does not zero the blocks of a group that is named here, and a load leaves the slots behind the
         prompt's end, and those before a window, as they were; the kernels of the groups named read no such
@@ -282,7 +282,7 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
             connector_output.finished_recving = received - withheld or None
 
     def on_wakeup(self, message: WakeupMessage) -> str | None:
-        """All ranks have sent it. Returns the request whose load has ended, None if that was known."""
+        """All ranks have sent it. Returns the request whose load has ended; None: none, or it was known."""
         if self.consumer is None:
             return None
         if message.number:
@@ -452,12 +452,12 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
             self.worker.begin(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Loads were handed over in bind_connector_metadata, before the forward."""
+        """Wait for the loads that this step computes with; bind_connector_metadata has handed all over."""
         if self.worker is not None:
             self.worker.load_now()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request is not scheduled before all of its layers have come."""
+        """Does nothing: a request is not scheduled before all of its layers have come."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
@@ -466,7 +466,8 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
             self.worker.layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """The sweep. Sources are kept until they are reported free, so nothing is waited for."""
+        """Announce what no hook covered. Waits for nothing, as P's blocks stay until they are reported
+        free."""
         if self.worker is not None:
             self.worker.end()
 

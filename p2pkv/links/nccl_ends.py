@@ -199,7 +199,7 @@ class NcclEnd(LinkEnd):
 
     @property
     def _on_device(self) -> int:
-        """Groups of operations."""
+        """Groups of operations that are on the device."""
         return len(self._flying) + bool(self._launching)
 
     @property
@@ -401,7 +401,7 @@ class NcclOutbound(NcclEnd, Outbound):
         return send
 
     def due(self, before: int = 0, most: int = 1) -> int:
-        """The next sends that are not announced may be, if they are wanted, and not too much is announced.
+        """How many sends may be announced next: they have to be wanted, and not too much may be announced.
         Only an end that is launched already may announce ahead, and none while others wait. An end that
         announces is busy from then on: D launches its receives, so no other peer may have to do something
         before the sends are launched. Else two ranks of P and two of D could wait for each other."""
