@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except ImportError as error:
-        parser.exit(1, f"p2pkv {wanted}: {error}; this command needs what vLLM brings: run it beside vLLM\n")
+        parser.exit(1, f"p2pkv {wanted}: {error}; this command needs what vLLM brings: install vLLM\n")
     except OSError as error:
         parser.exit(1, f"p2pkv {wanted}: {error}\n")
     assert isinstance(code, int)

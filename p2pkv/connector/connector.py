@@ -466,8 +466,7 @@ class P2pKvConnector(vllms.KVConnectorBase_V1, vllms.SupportsHMA):
             self.worker.layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """Announce what no hook covered. Waits for nothing, as P's blocks stay until they are reported
-        free."""
+        """Announce what no hook covered. Waits for nothing: blocks stay until they are reported free."""
         if self.worker is not None:
             self.worker.end()
 

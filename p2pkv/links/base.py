@@ -353,7 +353,7 @@ class LinkFactory:
         self._check()
         invited, accepted = decode_blob(invitation, self.blobs[0]), decode_blob(acceptance, self.blobs[1])
         if accepted.answers != invited.nonce:
-            raise LinkError("this acceptance answers another invitation")
+            raise LinkError("D's acceptance answers another invitation")
         outbound = self._complete(invited, accepted)
         self._ends.add(outbound)
         return outbound

@@ -103,14 +103,14 @@ class HostLinks(base.LinkFactory):
     def _dial(self, invited: HostInvitation, accepted: HostAcceptance) -> TcpOutbound:
         if self._allowed is not None and not self._allowed.admits(accepted.host):
             raise LinkError(
-                f"the peer's {accepted.host} is not dialed: allowed_peers are {self._allowed}; add the "
+                f"D's {accepted.host} is not dialed: allowed_peers are {self._allowed}; add the "
                 "network of that instance"
             )
         here, there = this_namespace(), accepted.namespace
         elsewhere = here is not None and there is not None and here.boot != there.boot
         if is_loopback(accepted.host) and elsewhere:
             raise LinkError(
-                f"the peer listens on {accepted.host}, which only its own machine can reach; set its `host` "
+                f"D listens on {accepted.host}, which only its own machine can reach; set its `host` "
                 "option to an address that this machine can reach"
             )
         address = (accepted.host, accepted.port)

@@ -132,7 +132,7 @@ def _map_new(fd: int, size: int, window: int) -> Arena:
 def open_arena(offer: SharedArena | None, namespace: PidNamespace | None, window: int, nonce: bytes) -> Arena:
     """P's mapping of D's arena. The arguments are those of HostAcceptance. Raises LinkError."""
     if offer is None or namespace is None or namespace != this_namespace():
-        raise LinkError("the peer runs on another host or in another pid namespace")
+        raise LinkError("D runs on another host or in another pid namespace")
     path = f"/proc/{offer.pid}/fd/{offer.fd}"
     try:
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # opening any other file may have effects

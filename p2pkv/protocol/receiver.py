@@ -421,8 +421,8 @@ class Receiver:
                 "up, and is its address right?"
             )
         return self.cancel(
-            f"P did not answer in time: it has not confirmed this request for {self.terms.lease:g} s; it is "
-            "dead, hung or paused, or never got it"
+            f"P did not answer in time: it has not confirmed this request for {self.terms.lease:g} s; P is "
+            "dead, hung or paused, or never got the request"
         )
 
     def _too_long(self) -> str:

@@ -116,7 +116,7 @@ def test_what_the_command_needs_and_is_not_installed_is_named(
     monkeypatch.delattr("p2pkv.cli.link_check")
     with pytest.raises(SystemExit, match="1"):
         main(arguments)
-    assert "run it beside vLLM" in capsys.readouterr().err
+    assert "brings: install vLLM" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("place", ["p2pkv.cli.doctor.run", "importlib.import_module"])

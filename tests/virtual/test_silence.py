@@ -118,7 +118,7 @@ def test_p_that_never_hears_of_the_request(pair: VirtualPair, busy: bool) -> Non
 
     pair.until(failed, LEASE + GRACE, "the end of the request")
     (failure,) = pair.d.failures
-    assert "never got it" in failure.reason  # type: ignore[attr-defined]
+    assert "never got the request" in failure.reason  # type: ignore[attr-defined]
 
 
 # Silence: of a process that holds its interpreter's lock, of a machine that stands still, of a dead link.
