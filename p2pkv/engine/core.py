@@ -378,7 +378,7 @@ class Core:
         trouble = steps.trouble(now)
         if bool(trouble) != bool(self._trouble):
             if trouble:
-                log.warning("%s renews no lease while this lasts, so its transfers end: %s", address, trouble)
+                log.warning("%s renews no lease while this lasts; transfers may end: %s", address, trouble)
             else:
                 log.warning("%s renews leases again: its engine runs again", address)
         self._trouble = trouble
