@@ -104,7 +104,7 @@ def test_ranks_of_p_that_describe_their_engine_differently_are_not_believed() ->
     lies(pair)
     pair.expect()
     place = pair.p.address
-    pair.fails(f"{place.shifted(1)} and {place} do not fit: their Hellos describe")
+    pair.fails(f"{place.shifted(1)} and {place} do not fit: they are ranks of one P")
 
 
 def test_a_rank_of_p_that_speaks_of_an_engine_of_before_is_asked_anew() -> None:

@@ -143,7 +143,7 @@ class TestBadInput:
             assert repr(name) in said and f"did you mean {closest!r}" in said
         for name in ("kv_port", "kv_role", "kv_load_failure_policy"):
             assert f"{name} belongs beside kv_connector_extra_config" in refused({name: "recompute"})
-        assert "is no option of p2pkv. There are host, " in refused({"engine": 1})
+        assert "is no option of p2pkv. The options are host, " in refused({"engine": 1})
 
     @pytest.mark.parametrize("name", ["proxy_port", "http_port", "kv_port"])
     @pytest.mark.parametrize("value", [0, -1, 65536, "70000"])
