@@ -231,7 +231,7 @@ class Attempt:
             self._prefilling.streams(pace)
             self.place.streams(pace)
         silence = (pace and self.services.limits.event_seconds) or math.inf
-        relay = self.relay = Relay(self.request, answered, head, self._scrubber, pace, silence)
+        relay = self.relay = Relay(self.request, answered, head, self._scrubber, pace, silence, role="P")
         try:
             response = await relay.run()
         finally:

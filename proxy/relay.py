@@ -16,7 +16,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from .blame import CallEnd
 from .continuation import Continuation, Diverged, RepeatedAnswer
 from .http import CLIENT_ID, NAMED_EVENTS, REPLICA, REQUEST_ID, Headers, error_event
-from .membership.instance import ROLE_NAMES, Instance
+from .membership.instance import ROLE_NAMES, Instance, Role
 from .metrics import RECORD, StreamTimer
 from .prompt_usage import COUNTS, with_ps_counts
 from .routing import Choice
@@ -55,6 +55,7 @@ class Relay:
             which nothing went on.
         prefilled: P's answer, whose count of cached tokens the client gets; None if no P has helped.
         former: the relay that has sent the beginning of this answer; None if this one does.
+        role: whether the answer comes from P or from D.
         resumable: the instance ended it too early, and another one can go on. The client has got no error,
             and the response is still open.
         broken: how the instance ended it too early, by itself; None if it did not.
@@ -70,6 +71,7 @@ class Relay:
     continuation: Continuation | RepeatedAnswer | None = None
     prefilled: asyncio.Future[bytes | None] | None = None
     former: "InitVar[Relay | None]" = None
+    role: Role = "D"
     complete: bool = field(init=False, default=False)
     resumable: bool = field(init=False, default=False)
     broken: CallEnd | None = field(init=False, default=None)
@@ -97,7 +99,8 @@ class Relay:
         self._timer: asyncio.TimerHandle | None = None
         self._end: CallEnd | None = CallEnd.BROKEN
         """How the instance ends it, if it is too early; and the error that the client gets then."""
-        self._why, self._status = "The decode instance died in the middle of its answer.", 502
+        self._sender = f"The {ROLE_NAMES[self.role]} instance"
+        self._why, self._status = f"{self._sender} died in the middle of its answer.", 502
         self._error = b""
         """The instance's own, as an event; b"" if it sent none."""
 
@@ -146,7 +149,7 @@ class Relay:
         waited = monotonic() - self._since
         client, instance = (waited, 0.0) if self._writing else (0.0, waited)
         if instance >= self.most_silence:
-            why = f"The decode instance has sent nothing for {self.most_silence:g} s."
+            why = f"{self._sender} has sent nothing for {self.most_silence:g} s."
             self.most_silence = math.inf
             self.interrupt(why, 504, CallEnd.LATE)
         if client >= STALL_SECONDS:
@@ -172,7 +175,7 @@ class Relay:
                 if chunk.startswith(b":") and b"data:" not in chunk:
                     self._since = since  # a comment, which vLLM's server sends while its engine says nothing
                 if passed_on.given_up:
-                    self._end, self._why = CallEnd.ABORTED, f"The decode instance {STOPPED}."
+                    self._end, self._why = CallEnd.ABORTED, f"{self._sender} {STOPPED}."
                     return self._broke_off(None)
                 if transcript is not None and transcript.failed:
                     self._end, self._error = CallEnd.ERROR, transcript.failed

@@ -752,7 +752,8 @@ async def test_a_p_that_hangs_in_an_answer_of_one_token() -> None:
             lambda seen: stream_of(next(Engine(Model(1)).events(seen.path, seen.body, "x")), forever)
         )
         deployment.p.behaviour = hangs
-        assert (await ask(deployment, body)).error["code"] == 504
+        error = (await ask(deployment, body)).error
+        assert (error["code"], error["message"]) == (504, "The prefill instance has sent nothing for 0.3 s.")
 
 
 @pytest.mark.parametrize("how", ["refuses", "dies", "an error", "no event"])
