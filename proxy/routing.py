@@ -401,6 +401,8 @@ class Router:
         """Raises NoInstance or UnknownModel."""
         cache = self.fleet_cache(now)
         if request.only is not None:
+            if request.only not in cache.decoders:
+                raise NoInstance("The decode instance that has the previous response is not ready.")
             avoid = avoid.union(each for each in cache.decoders if each is not request.only)
         return cache.fleet(request.model, avoid)
 

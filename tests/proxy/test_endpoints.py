@@ -297,7 +297,8 @@ async def test_it_is_said_why_one_cannot_go_on(dispatch: Dispatch) -> None:
         (holder,) = (each for each in deployment.decodes if each.requests)
         known = deployment.known(holder)
         known.drained = True
-        await deployment.refusal(503, {**body, "previous_response_id": first}, PATH)
+        why = await deployment.refusal(503, {**body, "previous_response_id": first}, PATH)
+        assert why.startswith("The decode instance that has the previous response is not ready.")
         del deployment.registry._instances[known.key]  # as if its pings had been lost for a while
         await deployment.ready(1, 2)
         await deployment.serves(1, {**body, "previous_response_id": first}, PATH)
