@@ -46,7 +46,8 @@ class Access:
     def ask(self, request: web.Request) -> None:
         """Raises ProxyError if this request may not be served by an instance."""
         if self.keys and not any(digest(each) in self._digests for each in shown_keys(request)):
-            raise ProxyError(401, "This needs an API key of this proxy, as `Authorization: Bearer KEY`.")
+            how = "send one as `Authorization: Bearer KEY` or `X-Api-Key: KEY`."
+            raise ProxyError(401, f"This request needs an API key of this proxy: {how}")
 
     @cached_property
     def _digests(self) -> frozenset[bytes]:
@@ -67,7 +68,8 @@ class Access:
     def _check(self, request: web.Request) -> None:
         # In a time that does not depend on how much of it is right.
         if not self.token or not hmac.compare_digest(digest(_bearer(request)), digest(self.token)):
-            raise ProxyError(401, "This needs the proxy's admin token, as `Authorization: Bearer TOKEN`.")
+            how = "send it as `Authorization: Bearer TOKEN`."
+            raise ProxyError(401, f"This request needs the proxy's admin token: {how}")
 
 
 def shown_keys(request: web.Request) -> tuple[str, str]:
@@ -131,7 +133,7 @@ def read_tenants(path: str) -> dict[str, TenantSettings]:
     found, owners = {}, dict[str, str]()
     for name, table in tables.items():
         if not _NAME.fullmatch(name):
-            rule = "a name is of letters, digits, `.`, `_` and `-`, 64 at most"
+            rule = "a name has letters, digits, `.`, `_` and `-`, at most 64 characters"
             raise ValueError(f"{path} has a tenant {name!r}: {rule}")
         try:
             found[name] = msgspec.convert(table, TenantSettings)
@@ -139,10 +141,10 @@ def read_tenants(path: str) -> dict[str, TenantSettings]:
             raise ValueError(f"tenant `{name}` in {path}: {str(error).replace('$.', '')}") from None
         for key in found[name].keys:
             if not (key and key.isascii() and key.isprintable() and " " not in key):
-                rule = "a key is printable ASCII characters without a space"
+                rule = "each key needs at least one character, and only printable ASCII without spaces"
                 raise ValueError(f"tenant `{name}` in {path}: {rule}")
             if owners.setdefault(key, name) != name:
-                raise ValueError(f"tenants `{owners[key]}` and `{name}` in {path} have one key in common")
+                raise ValueError(f"tenants `{owners[key]}` and `{name}` in {path} have the same key")
     return found
 
 
@@ -182,7 +184,7 @@ class Tenant:
         """One of its requests, from its head to its end. Raises ProxyError if there are as many as may be."""
         most = self.settings.requests
         if most and self.under_way >= most:
-            why = f"has {most} requests under way, as many as it may have at a time"
+            why = f"has {most} requests under way, the most that it may have at a time"
             raise self._full("requests", why, self._place_seconds())
         self.under_way += 1
         began = self._clock()
@@ -200,7 +202,7 @@ class Tenant:
             self._left = min(most, self._left + rate * (now - self._filled))
             self._filled = now
             if self._left <= 0:
-                why = f"has sent as many prompt tokens as it may, {rate} a second"
+                why = f"has used up its limit of {rate} prompt tokens a second"
                 raise self._full("tokens", why, math.ceil(-self._left / rate))
             self._left -= tokens
 
@@ -233,7 +235,7 @@ class Tenant:
 
     def crowd_out(self) -> ProxyError:
         """For its last request that waits, where no more may and most of them, for its share, are its own."""
-        why = "has more requests waiting than others, for its share, and no more may wait"
+        why = "has the most waiting requests for its weight, and the proxy's queue (--max-waiting) is full"
         return self._full("queue", why, self._place_seconds())
 
     @property
@@ -252,7 +254,7 @@ class Tenant:
     def _full(self, reason: str, why: str, seconds: int) -> ProxyError:
         self.refused[reason] += 1
         seconds = max(1, seconds)
-        return ProxyError(429, f"`{self.name}` {why}; try again in {seconds} s.", retry_after=seconds)
+        return ProxyError(429, f"Tenant `{self.name}` {why}; try again in {seconds} s.", retry_after=seconds)
 
 
 class Tenants:

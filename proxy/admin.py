@@ -69,7 +69,7 @@ def _number(request: web.Request, name: str) -> int:
     """How many instances of one kind a question about health asks for."""
     text = request.query.get(name, "0")
     if not re.fullmatch(r"\d{1,9}", text):
-        raise ProxyError(400, f"`{name}` in /health?{name}=... is a number of instances, such as 1.")
+        raise ProxyError(400, f"/health?{name}={text[:20]}: expected a whole number of instances, such as 1.")
     return int(text)
 
 

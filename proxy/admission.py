@@ -66,7 +66,7 @@ class _Recent:
 
 # Places at instances.
 
-ALONE_FULL = f"the decode instances compute as many prompts by themselves as they may; {AGAIN}"
+ALONE_FULL = f"the decode instances compute as many prompts alone as --alone-share lets them; {AGAIN}"
 
 
 @dataclass(eq=False)
@@ -296,8 +296,8 @@ class Admission:
                 self._counters.left_waiting += 1
                 raise
             self._counters.refused_late += 1
-            why = f"No instance had room for this request within {self._limits.max_wait:g} seconds."
-            raise ProxyError(503, why) from None
+            why = f"No instance had room within {self._limits.max_wait:g} seconds (--max-wait)"
+            raise ProxyError(503, f"{why}; {AGAIN}") from None
         finally:
             self._remove(waiter)
 
@@ -342,7 +342,7 @@ class Admission:
         full = self.waiting > self._limits.max_waiting and waiter.lost is None
         if full and not self._crowd_out(waiter.tenant):
             self._counters.refused_full += 1
-            why = "All decode instances have as many requests as they take, and as many as may are waiting"
+            why = "No decode instance has room (--max-requests), and the queue is full (--max-waiting)"
             raise ProxyError(503, f"{why}; {AGAIN}")
 
     def _crowd_out(self, newcomer: Tenant | None) -> bool:

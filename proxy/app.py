@@ -22,7 +22,7 @@ from . import admin, exposition
 from .access import Access, Tenants
 from .attempt import Dispatch
 from .cors import Cors
-from .http import PAIRED, REQUEST_ID, SINGLE, ProxyError, _sentence, error_response
+from .http import AGAIN, PAIRED, REQUEST_ID, SINGLE, ProxyError, _sentence, error_response
 from .limits import Limits
 from .membership import Membership
 from .membership.listed import ListedInstance
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 # A connection on which no request is under way, or not even its head has come, is closed after this.
 IDLE_SECONDS = 75.0
-_FULL = "This proxy has as many connections as it takes; try again in a few seconds."
+_FULL = f"This proxy has as many connections as it accepts (--max-connections); {AGAIN}"
 # Between two log lines about that, and about what is no HTTP.
 _LOG_SECONDS = 10.0
 _HANDSHAKE_SECONDS = 10.0
@@ -54,7 +54,8 @@ MAX_HEAD = 4 << 20
 """Bytes of a request's head, and of each of its headers, as vLLM's servers take."""
 # Of all heads that have not come whole, beyond which one may not be larger than the usual limit of servers.
 _MAX_HEADS, _USUAL_HEAD = 256 << 20, 1 << 16
-_LONG_HEAD = f"The head of a request may have {MAX_HEAD} bytes."
+_LONG_HEAD = f"The request line and headers are too large: together they may have {MAX_HEAD} bytes."
+_FULL_OF_HEADS = f"This proxy already waits for the rest of too many large request headers; {AGAIN}"
 
 
 class BoundedRunner(web.AppRunner):
@@ -199,7 +200,7 @@ class _Connection(RequestHandler):
         crowded = head > _USUAL_HEAD and self._heads.held > _MAX_HEADS
         if (head > MAX_HEAD or crowded) and self.transport is not None:
             self._count_head(0)
-            self.transport.write(_whole_answer(*((503, _FULL) if crowded else (431, _LONG_HEAD))))
+            self.transport.write(_whole_answer(*((503, _FULL_OF_HEADS) if crowded else (431, _LONG_HEAD))))
             self.force_close()
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -223,7 +224,7 @@ class _Connection(RequestHandler):
         if isinstance(exc, HttpProcessingError):
             what = type(exc).__name__  # its message has what came
             self._heads.refuse(what)
-            why = f"This is not a request of HTTP/1.1 that can be read ({what})."
+            why = f"The proxy cannot read this as an HTTP/1.1 request ({what})."
             status, why = (431, _LONG_HEAD) if isinstance(exc, LineTooLong) else (status, why)
         else:
             self.log_exception("Error handling request from %s", request.remote, exc_info=exc)
@@ -240,7 +241,7 @@ async def on_expect(request: web.Request) -> web.StreamResponse | None:
     if request.version != HttpVersion11:
         return None
     if request.headers.get("Expect", "").lower() != "100-continue":
-        return error_response(417, "Of expectations only `Expect: 100-continue` is met here.")
+        return error_response(417, "This proxy knows no `Expect` but `Expect: 100-continue`: leave it out.")
     with suppress(ConnectionError):  # the client has left
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     request.writer.output_size = 0  # nothing of the answer itself has been sent

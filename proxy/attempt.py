@@ -30,7 +30,7 @@ from .blame import REFUSALS, Blame, CallEnd, Charge, RetryKind, Verdict, assign_
 from .bodies import Body, Content, Fields
 from .continuation import Continuation, RepeatedAnswer, ending
 from .first_token import FirstTokenPlan, FirstTokens
-from .http import PRIORITY, REQUEST_ID, error_response
+from .http import AGAIN, PRIORITY, REQUEST_ID, error_response
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance, Role
 from .metrics import RECORD
@@ -53,7 +53,7 @@ _DECIDED_BY_D = REFUSALS | {CallEnd.ANSWERED}
 _GRACE_SECONDS = 10.0
 # vLLM's message for every failure within its engine, KV that did not come included.
 _NO_REASON = "internal server error"
-_NO_SOCKET = "This proxy has no descriptor or port left for another connection; try again in a few seconds."
+_NO_SOCKET = f"This proxy has no file descriptor, port or memory left to call an instance; {AGAIN}"
 
 
 @dataclass(frozen=True)
@@ -522,7 +522,8 @@ class Attempt:
                 return self._failed(self._why_decode_failed(verdict), 500)
             if not 400 <= status < 600:
                 # A redirection is no answer: it would send the client to the instance.
-                return self._failed(f"The decode instance answered {status}, which answers no request.")
+                why = f"The decode instance answered {status}, which is neither a success nor an error."
+                return self._failed(why)
             return refusal(error.reply, self._scrubber)
         if error.end is CallEnd.ERROR:
             if _names_no_reason(error.detail):
@@ -545,8 +546,8 @@ class Attempt:
                 f"The prefill instance {call.why}{more}, and the decode instance could not go on without it."
             )
         return (
-            "The decode instance failed with an internal error; see its log. With "
-            "kv_load_failure_policy `fail` it does so when KV of the prefill instance does not arrive."
+            "The decode instance failed with an internal error; see its log. If its kv_load_failure_policy "
+            "is `fail`, it also fails so when KV does not arrive from the prefill instance."
         )
 
     # The answer.

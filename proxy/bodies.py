@@ -23,7 +23,7 @@ from aiohttp import web
 from msgspec import Raw
 
 from .body_checks import WITH_TOKEN_IDS, check_values
-from .http import PAIRED, ProxyError
+from .http import AGAIN, PAIRED, ProxyError
 from .limits import Limits, RequestCounters
 
 T = TypeVar("T")
@@ -123,7 +123,7 @@ class Body:
         self.model = _model(fields)
         responds = path == "/v1/responses"
         if responds and _switch(_small(fields, "background")):
-            why = "this proxy passes no `GET /v1/responses/{id}` on, so the answer could not be fetched"
+            why = "this proxy does not serve `GET /v1/responses/{id}`, so no client could fetch the answer"
             advice = "Leave it out, and stream the answer if it takes long."
             raise ProxyError(400, f"`background` is not supported: {why}. {advice}")
         self.previous = _text_of(fields.get("previous_response_id", _ABSENT)) if responds else ""
@@ -259,7 +259,8 @@ def parse(
         fields = _views.decode(memoryview(raw)[len(codecs.BOM_UTF8) :] if marked else raw)
         return Body(raw, fields, path, released)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        half = " Perhaps a text was cut within a character, `\\ud...`." if b"\\ud" in raw.lower() else ""
+        cut = r" Perhaps a text was cut within a character: `\ud...` is half of one."
+        half = cut if b"\\ud" in raw.lower() else ""
         why = f"The request body is not a JSON object in UTF-8: {error}.{half}"
         raise ProxyError(400, why) from None
 
@@ -334,7 +335,7 @@ def plain(fields: Views, switches: Iterable[str], numbers: Iterable[str]) -> Vie
 def _model(fields: Views) -> str | None:
     raw = fields.get("model", _ABSENT)
     if len(raw) > _LONGEST_NAME:
-        why = f"`model` in the request body is longer than {_LONGEST_NAME} bytes, so it names none."
+        why = f"`model` in the request body is longer than {_LONGEST_NAME} bytes, which no model's name is."
         raise ProxyError(400, why)
     return _text_of(raw) or None
 
@@ -530,7 +531,7 @@ class BodyReader:
             why = " ".join(str(error).split())
             raise ProxyError(400, f"The request's body cannot be read: {why}.", last=True) from None
         except TimeoutError:
-            why = f"The request's body did not come within {limits.body_seconds:g} seconds."
+            why = f"The request's body did not come within {limits.body_seconds:g} seconds (--body-seconds)."
             raise ProxyError(408, why, last=True) from None
         if len(body) > limits.max_values:  # each value takes a byte
             await check_values(body, limits.max_values, token_ids=request.path in WITH_TOKEN_IDS)
@@ -551,7 +552,8 @@ class BodyReader:
         intake = self._intake
         if intake.held + size > intake.limits.max_held:
             intake.counters.refused_full += 1
-            raise ProxyError(503, "This proxy holds as many requests as it can; try again in a few seconds.")
+            why = "The requests that this proxy holds leave no memory for this one (--max-held-mib)"
+            raise ProxyError(503, f"{why}; {AGAIN}")
         intake.held += size
         self._size += size
 

@@ -32,7 +32,8 @@ async def check_values(body: bytearray, most: int, *, token_ids: bool) -> None:
     counted = False
     for signs, escapes in _signs_in(body):
         if escapes > MAX_ESCAPES:
-            raise ProxyError(413, f"The request body has more than {MAX_ESCAPES} escaped characters.")
+            why = f"The request body has more than {MAX_ESCAPES} escaped characters: send a shorter text."
+            raise ProxyError(413, why)
         if signs > most and not counted:
             await _check_exactly(body, most, token_ids)
             counted = True
@@ -46,7 +47,8 @@ async def _check_exactly(body: bytearray, most: int, token_ids: bool) -> None:
             why = "this proxy takes no more in one request (--max-body-values)."
             raise ProxyError(413, f"The request body has {what}; {why}")
         if numbers > MAX_NUMBERS:
-            raise ProxyError(413, f"The request body has more than {MAX_NUMBERS} numbers, such as token ids.")
+            why = f"The request body has more than {MAX_NUMBERS} numbers, such as token ids: send fewer."
+            raise ProxyError(413, why)
         await asyncio.sleep(0)
 
 

@@ -166,6 +166,6 @@ class StoredResponses:
         for each in self._registry.known("D"):
             if each.cache == holder:
                 return each, name
-        unknown = "this proxy has not passed it on, or not since it was started"
-        why = "the decode instance that has it is gone" if holder else unknown
+        unknown = f"this proxy has not passed it on since it started, or {self._most} others after it"
+        why = "the decode instance that had it is gone or has restarted" if holder else unknown
         raise ProxyError(400, f"Previous response with id '{shown[:100]}' not found: {why}.")

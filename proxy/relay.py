@@ -115,7 +115,7 @@ class Relay:
         sent_all = self.answer.content.is_eof()
         moves = self.transcript is not None and self.transcript.movable and not sent_all
         if moves:
-            why = "The decode instance was drained, and no other could go on."
+            why = "The decode instance was drained, and no other could go on with the answer."
             self.interrupt(why, end=CallEnd.STOPPED)
         return moves
 
@@ -187,7 +187,7 @@ class Relay:
             if isinstance(stream, RepeatedAnswer):
                 self.diverged = True
                 return False
-            self.interrupt("The decode instance was lost, and another one has begun to answer otherwise.")
+            self.interrupt("The decode instance was lost, and the one after it generates other tokens.")
             return self._broke_off(error)
         except (aiohttp.ClientError, OSError) as error:
             return self._sent.endswith(DONE + EVENT_END) or self._broke_off(error)

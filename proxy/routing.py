@@ -490,7 +490,7 @@ def _why_none(registry: Registry, role: Role) -> str:
     if not known:
         why = "none has registered"
     elif unused:
-        why = f"of {len(known)} registered, {unused}, and no other has answered /health lately"
+        why = f"of {len(known)} registered, {unused}, and no other has answered /health with 200 lately"
     return f"No {ROLE_NAMES[role]} instance is ready: {why}."
 
 
@@ -499,10 +499,10 @@ def _why_none_match(prefillers: Sequence[Instance], decoders: Sequence[Instance]
     ps, ds = ({each.kind: each for each in some}.values() for some in (prefillers, decoders))
     found = [differences(p, d) for p in ps for d in ds if p.shares_model(d)]
     if not found:
-        return "No prefill instance and decode instance that are ready serve the same model."
+        return "The prefill and decode instances that are ready serve different models."
     nearest = min(found, key=len)
     what = "No prefill instance that is ready fits a decode instance for this model"
-    return f"{what}: they differ in {' and '.join(nearest)}."
+    return f"{what}: the nearest two differ in {' and '.join(nearest)}."
 
 
 def _serving(instances: Sequence[Instance], model: str | None) -> Sequence[Instance]:

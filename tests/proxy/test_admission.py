@@ -83,7 +83,7 @@ async def test_beyond_the_queue_there_is_a_503_that_says_when_to_come_again(narr
         assert int(response.headers["Retry-After"]) in range(3, 7)
         error = (await response.json())["error"]
         assert error["type"] == "service_unavailable_error"
-        assert "as many as may are waiting" in error["message"]
+        assert "and the queue is full (--max-waiting)" in error["message"]
     assert await asyncio.gather(*asked) == [200] * 4
     assert narrow.proxy.counters.refused_full == 1
     assert len(narrow.d.requests) == 4
@@ -130,7 +130,7 @@ async def test_bodies_are_held_within_a_bound(narrow: Deployment) -> None:
         asked = [ask(narrow, "x" * 4000) for _ in range(2)]
         await eventually(lambda: narrow.proxy.admission.waiting == 1)
         assert 8000 < narrow.proxy.intake.held < 10_000
-        assert "holds as many requests as it can" in await narrow.refusal(503, {"prompt": "x" * 4000})
+        assert "leave no memory for this one" in await narrow.refusal(503, {"prompt": "x" * 4000})
         assert narrow.proxy.counters.refused_full == 1
     assert await asyncio.gather(*asked) == [200, 200]
     await quiet(narrow)
@@ -392,7 +392,7 @@ async def test_beyond_the_share_requests_are_turned_away() -> None:
             response = await deployment.post()
             assert response.status == 503
             assert int(response.headers["Retry-After"]) in range(3, 7)
-            assert "as many prompts by themselves as they may" in (await error_of(response))["message"]
+            assert "as many prompts alone as --alone-share lets them" in (await error_of(response))["message"]
             # What never wanted a P is not counted among them.
             other = asyncio.create_task(deployment.post({"prompt": "x", "echo": True}))
             await eventually(lambda: len(deployment.d.requests) == 3)

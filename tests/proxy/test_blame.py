@@ -371,7 +371,7 @@ async def test_what_the_proxy_lacks_is_no_instance_s_failure(
         response = await concurrent.post()
         assert response.status == 503 and "Retry-After" in response.headers
         message = (await response.json())["error"]["message"]
-        assert message.startswith("This proxy has no descriptor or port left")
+        assert message.startswith("This proxy has no file descriptor, port or memory left")
     assert all(each.healthy and False not in outcomes(each) for each in concurrent.everyone())
     assert concurrent.proxy.counters.retried == concurrent.proxy.counters.decode_alone == 0
     concurrent.d.behaviour = answer_json

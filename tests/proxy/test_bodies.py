@@ -372,11 +372,9 @@ async def test_texts_pictures_and_token_ids_are_no_values_however_long_they_are(
 
 async def test_numbers_and_escaped_characters_have_bounds_of_their_own() -> None:
     ids = body_of("prompt", b"0", 2 * MAX_NUMBERS + 100)
-    assert (await refusal(ids))[
-        0
-    ] == f"The request body has more than {MAX_NUMBERS} numbers, such as token ids."
+    assert f"has more than {MAX_NUMBERS} numbers, such as token ids" in (await refusal(ids))[0]
     escapes = bytearray(b'{"prompt":"' + b"\\n" * (MAX_ESCAPES + 1) + b'"}')
-    assert (await refusal(escapes))[0] == f"The request body has more than {MAX_ESCAPES} escaped characters."
+    assert f"has more than {MAX_ESCAPES} escaped characters" in (await refusal(escapes))[0]
     numbers, _ = await refusal(body_of("messages", b"1", 4 * MIB), token_ids=False)
     assert "more than 131072 values" in numbers, "vLLM expects no numbers there"
     escapes = bytearray(b'{"prompt":"' + b"," * MIB + b"\\n" * (MAX_ESCAPES + 1) + b'"}')

@@ -280,8 +280,8 @@ async def test_the_client_and_health_are_told_that_nobody_fits() -> None:
         await deployment.add("D", fit=OTHER_LINK)
         await deployment.ready(prefill=1, decode=1)
         assert await deployment.refusal(503) == (
-            "No prefill instance that is ready fits a decode instance for this model: they differ in link. "
-            "Try again in a few seconds."
+            "No prefill instance that is ready fits a decode instance for this model: the nearest two "
+            "differ in link. Try again in a few seconds."
         )
         status, report = await deployment.get("/health")
         assert (status, report["status"]) == (503, "unavailable")

@@ -87,7 +87,7 @@ async def test_https(certificate: tuple[Path, Path]) -> None:
         release = asyncio.Event()
         proxy.d.behaviour = streams(release)
         async with await proxy.begin() as response:
-            assert "as many connections as it takes" in await proxy.refusal(503)
+            assert "as many connections as it accepts" in await proxy.refusal(503)
             release.set()
             assert "second" in await response.text()
         with pytest.raises(aiohttp.ClientError):
@@ -469,7 +469,7 @@ def test_requests_under_way_are_bounded_and_the_wait_is_that_for_the_next_end() 
         with one.enter():
             clock[0] += 12.0
     with one.enter(), one.enter():
-        with pytest.raises(ProxyError, match="`one` has 2 requests under way, as many as it may") as full:
+        with pytest.raises(ProxyError, match="Tenant `one` has 2 requests under way, the most") as full:
             one.enter().__enter__()
         assert (full.value.status, full.value.retry_after) == (429, 6)
         assert (one.under_way, one.refused["requests"]) == (2, 1)
@@ -485,14 +485,14 @@ def test_requests_under_way_are_bounded_and_the_wait_is_that_for_the_next_end() 
         ("x", "is not TOML"),
         ("a = 1", "tenant `a` in {file}: Expected `object`, got `int`"),
         ("[a]\nkeys = 'k'", "tenant `a` in {file}: Expected `array`, got `str` - at `keys`"),
-        ("[a]\nkeys = ['']", "a key is printable ASCII characters without a space"),
-        ("[a]\nkeys = ['a b']", "a key is printable ASCII characters without a space"),
-        ("[a]\nkeys = ['k']\n[b]\nkeys = ['k']", "tenants `a` and `b` in {file} have one key in common"),
+        ("[a]\nkeys = ['']", "each key needs at least one character, and only printable ASCII"),
+        ("[a]\nkeys = ['a b']", "each key needs at least one character, and only printable ASCII"),
+        ("[a]\nkeys = ['k']\n[b]\nkeys = ['k']", "tenants `a` and `b` in {file} have the same key"),
         ("[a]\nkeys = ['k']\nweight = 0", "Expected `float` > 0.0 - at `weight`"),
         ("[a]\nkeys = ['k']\nrequests = -1", "Expected `int` >= 0 - at `requests`"),
         ("[a]\nkeys = ['k']\nrequest = 1", "Object contains unknown field `request`"),
         ("[a]\nkeys = ['k']\npriority = 9999999999", "Expected `int` <= 2147483647"),
-        ("['a b']\nkeys = ['k']", "a name is of letters, digits"),
+        ("['a b']\nkeys = ['k']", "a name has letters, digits"),
         ("[a]\nweight = 2", "`a` has no keys, and without --tenant-header no request could be its"),
     ],
 )
@@ -582,7 +582,7 @@ async def test_prompt_tokens_a_second_are_bounded_without_harm_to_another() -> N
         await deployment.serves(1, headers=bearer(ALICE), prompt=[7] * 300)
         response = await deployment.post(headers=bearer(ALICE), prompt="x")
         assert response.status == 429 and 25 <= int(response.headers["Retry-After"]) <= 29
-        assert "as many prompt tokens as it may, 10 a second" in (await error_of(response))["message"]
+        assert "its limit of 10 prompt tokens a second" in (await error_of(response))["message"]
         await deployment.serves(5, headers=bearer(BOB), prompt=[7] * 300)
         assert len(deployment.d.requests) == 6, "what is refused reaches no instance"
         for path in ("/tokenize", "/v1/messages/count_tokens"):
@@ -606,7 +606,7 @@ async def test_a_prompt_that_no_instance_has_seen_costs_nothing() -> None:
         assert (await first).status == 200
         await deployment.serves(1, **asked)
         assert (await page(deployment)).value("tenant_prompt_tokens_total", tenant="alice") == 300
-        assert "1 a second" in await deployment.refusal(429, **asked)
+        assert "of 1 prompt tokens" in await deployment.refusal(429, **asked)
 
 
 async def test_a_prompt_counts_no_more_than_the_context_has() -> None:
@@ -672,7 +672,7 @@ async def test_the_options_of_the_command(tmp_path: Path) -> None:
     async with served("--tenants", str(file)) as proxy:
         assert 'tenant_requests{tenant="alice"} 0.0' in await proxy.text("/metrics")
         await proxy.serves(1, headers=bearer(ALICE), prompt=[7] * 3000)
-        assert "as many prompt tokens as it may" in await proxy.refusal(429, headers=bearer(ALICE))
+        assert "prompt tokens a second" in await proxy.refusal(429, headers=bearer(ALICE))
         assert "needs an API key" in await proxy.refusal(401)
         assert 'tenant_requests{tenant="alice"} 0.0' in await proxy.text("/metrics")
         proxy.terminate()
