@@ -146,7 +146,7 @@ class BoundedRunner(web.AppRunner):
         if len(there) < most:
             return True
         if self._log_limit.admits():
-            logger.warning("clients have %d connections, and this proxy takes no more", limit)
+            logger.warning(f"there are {limit} connections (--max-connections), and this proxy takes no more")
         for each, transport in there:
             # aiohttp has no public names for that it waits for a request, and for those that have come.
             if each._waiter is not None and not each._messages:
@@ -169,7 +169,7 @@ class _Heads:
         """Counts what is no HTTP, and logs it: one line in ten seconds, however much comes."""
         self.bad += 1
         if self._log_limit.admits():
-            logger.warning("something that is no HTTP request came (%d so far): %s", self.bad, what)
+            logger.warning("a client sent what is no HTTP request (%d so far): %s", self.bad, what)
 
 
 class _Connection(RequestHandler):
@@ -314,7 +314,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except ConnectionError:
         raise  # the client's own connection; no answer would arrive
     except Exception:
-        logger.exception("%s %s failed", request.method, request.path)
+        logger.exception("%s %s failed in this proxy itself", request.method, request.path)
         if _BEGUN in request:
             if RECORD in request:
                 request[RECORD].ended_with(500)

@@ -294,7 +294,7 @@ class Attempt:
         try:
             await call.read_answer(Content((msgspec.json.encode(fields),)))
         except CallFailed as error:
-            logger.info("request %s: %s keeps its blocks for a lease: it %s", self.unique, prefill, error)
+            logger.info(f"request {self.unique}: {prefill} keeps the prompt's blocks for a lease: it {error}")
         finally:
             call.close(call.why)
 
@@ -305,9 +305,7 @@ class Attempt:
                 await asyncio.sleep(0)
             rest = await call.read_rest(answered)
         except CallFailed as error:
-            logger.info(
-                "request %s: the end is missing of what %s says: %s", self.unique, call.instance, error
-            )
+            logger.info("request %s, after its first token: %s %s", self.unique, call.instance, error)
             rest = b""
         finally:
             call.close()
@@ -355,7 +353,7 @@ class Attempt:
             outcome = await self._pass_on(answer, prefilling)
             if self.relay is None or not self.relay.diverged:
                 return outcome
-        logger.info("request %s: the first token of D differs from that of P, which stands", self.unique)
+        logger.info("request %s: D had another first token than P, and goes on behind P's", self.unique)
         # The KV is there, so that P has no part in this.
         self.request_id, self._prefilling = self.unique, None
         self.relay, self.doubted = self._handed_on, ()
@@ -425,7 +423,7 @@ class Attempt:
             return reply
         except CallFailed as error:
             failed = error
-            logger.warning("request %s: %s %s (%s)", self.unique, instance, error, shown(error.__cause__))
+            logger.warning("request %s: %s %s%s", self.unique, instance, error, shown(error.__cause__))
         finally:
             if self._plan is None or call.end is not CallEnd.ANSWERED:
                 call.close(call.why)
@@ -495,7 +493,7 @@ class Attempt:
     def _decode_failed(self, error: CallFailed) -> Outcome:
         """D has not answered, and nothing has gone to the client."""
         cause = shown(error.__cause__)
-        logger.warning("request %s: %s %s (%s)", self.unique, self.choice.decode, error, cause)
+        logger.warning("request %s: %s %s%s", self.unique, self.choice.decode, error, cause)
         twice = self.may_resend and self._sent_twice
         verdict = assign_blame("D", error.end, self._state_of_prefill(), sent_twice=twice)
         return self._outcome(self._to_ds_failure(error, verdict), verdict, error.end)
@@ -618,10 +616,10 @@ class Attempt:
         if success:
             instance.answered(now)
             if instance.breaker.succeeded(now, self.place.key):
-                logger.info("%s answers again: it gets requests as before", instance)
+                logger.info("%s answers again, and gets requests as before", instance)
         elif instance.breaker.failed(now, self.place.key):
             self.services.counters.breakers_opened += 1
-            logger.warning("%s fails too often: it gets a pause, unless there is no other", instance)
+            logger.warning(f"{instance} has failed too often: for now others, if any, get its requests")
 
     def _failed(self, why: str, status: int = 502) -> web.Response:
         """An error of the proxy's own, with the id under which the log has the details."""

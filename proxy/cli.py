@@ -156,10 +156,10 @@ def _log_serving(arguments: argparse.Namespace, members: Members | None, runner:
         arguments.dispatch,
         arguments.prefill_policy,
         arguments.decode_policy,
-        "open to all" if members is None else "for members only",
+        "any instance may register" if members is None else "only instances with the secret may register",
     )
     for each in listeners[1:]:
-        logger.info("plain discovery on %s", each.endpoint)
+        logger.info("plain discovery on %s, where any instance may register", each.endpoint)
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
@@ -179,7 +179,7 @@ def _warn(arguments: argparse.Namespace, members: Members | None) -> None:
     """Logs what is open to other machines."""
     for host in [arguments.host, *([arguments.admin.host] if arguments.admin else [])]:
         if not is_loopback(host) and not options.keys(arguments):
-            logger.warning("%s is reachable from other hosts: clients are not authenticated here", host)
+            logger.warning("other hosts reach %s, and their clients need no API key (--api-key)", host)
     places = [arguments.discovery] if members is None else []
     for place in [*places, *filter(None, [arguments.plain_discovery])]:
         if not is_loopback(place.host):

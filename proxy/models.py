@@ -59,7 +59,7 @@ class ModelLists:
         unique = uuid4().hex
         async with self._turns:
             replies = await self._replies_of(request, decoders, unique)
-        read = {instance: _models_in(reply) for instance, reply in replies.items()}
+        read = {instance: _models_in(reply, instance) for instance, reply in replies.items()}
         if found := {instance: models for instance, models in read.items() if models is not None}:
             # So this client may see them.
             self._latest.update(found)
@@ -90,7 +90,7 @@ class ModelLists:
             engines[each.url].append(each)
         servers = [each[0] for each in engines.values()]
         for asked, reply in (await self._replies_of(request, servers, uuid4().hex)).items():
-            if (models := _models_in(reply)) is None:
+            if (models := _models_in(reply, asked)) is None:
                 continue
             names = frozenset(str(model.get("id")) for model in models)
             lengths = (length for model in models if isinstance(length := model.get("max_model_len"), int))
@@ -127,17 +127,17 @@ class ModelLists:
             async with asked as answer:
                 return await read_whole(answer)
         except (aiohttp.ClientError, OSError, CallFailed) as error:
-            logger.warning("%s did not list its models: %s", instance, shown(error))
+            logger.warning("%s did not list its models%s", instance, shown(error))
             return None
 
 
-def _models_in(reply: Reply) -> Models | None:
+def _models_in(reply: Reply, instance: Instance) -> Models | None:
     if not 200 <= reply.status < 300:
         return None
     try:
         return msgspec.json.decode(reply.body, type=_Listing).data
     except (msgspec.MsgspecError, RecursionError, ValueError):
-        logger.warning("a list of models could not be read")
+        logger.warning("%s answered /v1/models with what is not a list of models", instance)
         return None
 
 

@@ -153,7 +153,8 @@ class Relay:
             self.most_silence = math.inf
             self.interrupt(why, 504, CallEnd.LATE)
         if client >= STALL_SECONDS:
-            logger.info("a client has read nothing for %g s: its connection is closed", STALL_SECONDS)
+            whose = f"request {self.scrubber.unique}: its client"
+            logger.info(f"{whose} has read nothing for {STALL_SECONDS:g} s, so its connection is closed")
             hang_up(self.request)
             return
         # One timer for the whole answer: one for each piece of it costs more than the piece.
@@ -194,7 +195,9 @@ class Relay:
         return True
 
     def _broke_off(self, error: Exception | None) -> bool:
-        logger.warning("an answer broke off: %s (%r)", self._why, error)
+        choice, cause = self.scrubber.choice, "" if error is None else f" ({error!r})"
+        sender = choice.prefill if self.role == "P" else choice.decode
+        logger.warning(f"request {self.scrubber.unique}: an answer of {sender} broke off: {self._why}{cause}")
         self.broken = self._end
         return False
 

@@ -178,13 +178,14 @@ class Proxy:
             doubted += ((culprit, outcome.verdict.charge),)
             decides, alone = again is RetryKind.ALONE, self.limits.decode_alone > 0
             if decides and alone and self.admission.move(place, PrefillMode.UNAVAILABLE, active.failed):
-                logger.info("request %s: %s decides alone", attempt.unique, place.choice.decode)
+                logger.info(f"request {attempt.unique}: {culprit} refused it; {place.choice.decode} decides")
                 continue
             uncounted, tried = outcome.uncounted, tries - outcome.uncounted
             free = uncounted or culprit.left is not None or culprit.drained or outcome.end is CallEnd.HUNG
             if await self.admission.try_elsewhere(place, culprit, active.failed, tried, free=free):
                 tries = tried + 1
-                logger.info("request %s is tried again elsewhere", attempt.unique)
+                there = " and ".join(map(str, place.choice.instances))
+                logger.info("request %s is tried again at %s", attempt.unique, there)
                 continue
             if outcome.moved:
                 continue  # others have no room any more: it stays
@@ -193,7 +194,7 @@ class Proxy:
                 return refusal if doubtful and refusal is not None else outcome.response
             if not self.admission.move(place, PrefillMode.UNAVAILABLE, active.failed):
                 return self._shed(attempt, outcome, record)
-            logger.info("request %s is left to %s alone", attempt.unique, place.choice.decode)
+            logger.info(f"request {attempt.unique}: {place.choice.decode} computes its prompt, too")
 
     async def _go_on(self, attempt: Attempt, outcome: Outcome, active: "ActiveRequest") -> None:
         """Brings a stream, whose last attempt had this outcome, to its end by instances that can go on
@@ -240,7 +241,7 @@ class Proxy:
             return outcome.response
         self.counters.refused_alone += 1
         record.end("shed")
-        logger.info("request %s is turned away: no D may take it alone", attempt.unique)
+        logger.info("request %s gets a 503: no decode instance may compute its prompt", attempt.unique)
         why = "The prefill instance failed, no other can serve this request"
         raise ProxyError(503, f"{why}, and {ALONE_FULL}")
 

@@ -70,7 +70,7 @@ def _from_file(parser: argparse.ArgumentParser, file: str, options: Iterable[str
         name = key.replace("_", "-")
         if name not in options:
             near = difflib.get_close_matches(name, options, 1)
-            hint = f"did you mean `{near[0]}`?" if near else "--help lists the options, without the dashes"
+            hint = f"did you mean `{near[0]}`?" if near else "--help lists the options, here without dashes"
             parser.error(f"{FILE_OPTION} {file} has `{key}`, which is no option: {hint}")
         found[name] = (f"`{key}` in {file}", value)
     return found
@@ -94,7 +94,7 @@ def _from_environment(environ: Mapping[str, str], options: Mapping[str, argparse
         if not variable.startswith(PREFIX) or _OF_KUBERNETES.fullmatch(variable):
             continue
         if variable not in names:
-            logger.warning("%s is set, and there is no such option", variable)
+            logger.warning("the environment has %s, which is ignored: there is no such option", variable)
         elif not text.startswith(_ADDRESS_OF_KUBERNETES):
             name = names[variable]
             value: str | list[str] = text

@@ -84,7 +84,7 @@ class Client:
             at_once = time.monotonic() - began <= _REPEAT_SECONDS
             if not (reused and at_once and _closed_unanswered(error) and may_repeat()):
                 raise
-            logger.info("%s closed an idle connection as it was used: once more, over a new one", url)
+            logger.info("%s closed an idle connection as it was used: the request goes over a new one", url)
         self.reconnected += 1
         return await self._fresh.post(url, data=_payload(body), headers=headers, allow_redirects=False)
 
@@ -198,9 +198,11 @@ class CallFailed(Exception):
 
 
 def shown(error: BaseException | None) -> str:
-    """It for the log. One of aiohttp's has, in full, its request's headers, and the client's key there."""
-    in_full = not isinstance(error, aiohttp.ClientResponseError)
-    return repr(error) if in_full else f"{type(error).__name__}({str(error)!r})"
+    """An error for the end of a log line, such as " (TimeoutError())"; "" for None. The repr of one of
+    aiohttp's would have the request's headers, and the client's key among them."""
+    if isinstance(error, aiohttp.ClientResponseError):
+        return f" ({type(error).__name__}({str(error)!r}))"
+    return "" if error is None else f" ({error!r})"
 
 
 _LOST: dict[LossReason, tuple[CallEnd, str]] = {
@@ -301,7 +303,9 @@ class Call:
             raise CallFailed(*_LOST[self._lost]) from None
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
             if is_ours(error):
-                raise CallFailed(CallEnd.NO_SOCKET, "could not be called") from error
+                raise CallFailed(
+                    CallEnd.NO_SOCKET, "was not called: this proxy has no socket left"
+                ) from error
             self.instance.unreachable()
             end = CallEnd.CLOSED if error.errno == errno.ECONNREFUSED else CallEnd.UNREACHABLE
             raise CallFailed(end, "could not be reached") from error

@@ -88,7 +88,7 @@ class ListedWatch:
             try:
                 await self._look()
             except Exception:  # one answer must not end the watch
-                logger.exception("%s could not be asked for its health", self.listed)
+                logger.exception("%s, which is listed: asking its /health failed", self.listed)
             await asyncio.sleep(_PERIOD_SECONDS)
 
     async def _look(self) -> None:
@@ -149,7 +149,7 @@ class ListedWatch:
             full = msgspec.structs.replace(ping, tp_size=rank.ranks, version=DISCOVERY_VERSION, **known)
             full = decode_ping(encode_ping(full))  # within the bounds of a ping
         except (TimeoutError, ValueError, zmq.ZMQError) as error:
-            self._log(f"what it fits is not known, so it is paired with any other: {error}")
+            self._log(f"its rank 0 did not say what it fits, so it is paired with any other: {error}")
             return ping
         if rank.role not in (listed.role, "both") or rank.rank:
             self._log(

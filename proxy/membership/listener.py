@@ -96,10 +96,10 @@ class Listener:
             try:
                 await step()
             except zmq.ZMQError as error:
-                logger.warning("the discovery socket failed, going on: %s", error)
+                logger.warning("discovery on %s failed, and goes on: %s", self.endpoint, error)
                 await asyncio.sleep(0.1)
             except Exception:
-                logger.exception("something on the discovery port could not be handled, going on")
+                logger.exception("discovery on %s could not handle a message, and goes on", self.endpoint)
                 await asyncio.sleep(0.1)
             if taken % _BURST == 0:
                 await asyncio.sleep(0)  # a flood must not starve the requests
@@ -119,7 +119,7 @@ class Listener:
                 )
         except BadPing as error:
             self.refused += 1
-            self._complain(f"discovery message refused ({self.refused} so far): {error}")
+            self._complain(f"a message to {self.endpoint} was refused ({self.refused} so far): {error}")
         else:
             self._take(ping, PingConnection(self._router, frames[0], self._guarded))
 

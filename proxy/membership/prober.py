@@ -70,7 +70,7 @@ class Prober:
             try:
                 await self.round()
             except Exception:  # nothing else looks for newcomers and the dead
-                logger.exception("a round of looking after the instances failed; the next one comes")
+                logger.exception("asking the instances for their /health failed; the next round comes")
             with suppress(TimeoutError):
                 async with asyncio.timeout(_PERIOD_SECONDS):
                     await self.wakeup.wait()
@@ -113,7 +113,7 @@ class Prober:
                 logger.warning("%s neither pings nor answers (%r): %s", instance, error, what)
                 instance.lost("gone" if refused else "silent")
         except Exception:  # as below; it has answered something
-            logger.exception("%s could not be asked for its health", instance)
+            logger.exception("%s: asking its /health failed", instance)
 
     def _overdue(self, instance: Instance, now: float) -> bool:
         """One that was removed may ping again, and is registered anew then."""
@@ -137,7 +137,7 @@ class Prober:
                     "`host` one that this machine reaches, and http_port its --port?"
                 )
         except Exception:  # one instance's answer must not end the probing of all
-            logger.exception("%s could not be probed", instance)
+            logger.exception("%s: asking its /health and models failed", instance)
         else:
             instance.healthy = True
             logger.info("%s is ready", instance)

@@ -103,7 +103,7 @@ class Registry:
             return None
         if known is None and len(self._instances) >= self.capacity:
             if self._complaints.admits("full", now):
-                logger.warning("%s ignored: %d instances are known already", newcomer, self.capacity)
+                logger.warning(f"{newcomer} ignored: {self.capacity} instances, the most, are known already")
             return None
         self._replace_listed(newcomer)
         newcomer.breaker = self._breakers.setdefault(newcomer.key, newcomer.breaker)
@@ -148,8 +148,8 @@ class Registry:
             known.paused = paused
             if not paused:
                 known.breaker.clear()  # what failed was aborted by the pause
-            now = "is paused: it gets no new requests" if paused else "has been resumed"
-            logger.warning("%s %s", known, now)
+            why = "is paused by vLLM's /pause, or is stopping: it gets no new requests"
+            logger.warning("%s %s", known, why if paused else "is no longer paused")
         if isinstance(known.source, ListedSource) and known.source != source:
             known.source.pinged, known.source = True, source
             known.learn(known.names, known.context)
@@ -178,7 +178,7 @@ class Registry:
         self.claims_refused += 1
         if self._complaints.admits("claim", now):
             logger.warning(
-                f"{newcomer} refused ({self.claims_refused} such pings so far): this address or its ZMQ "
+                f"{newcomer} refused ({self.claims_refused} such pings so far): its address or its ZMQ "
                 f"address {newcomer.zmq_address} belongs to {holder}, which is alive; each instance needs "
                 "addresses of its own"
             )
@@ -196,7 +196,7 @@ class Registry:
             self._drained.pop(known.key, None)
             known.left = now
             self._leavers.append(known)
-            logger.info("%s said goodbye", known)
+            logger.info("%s said goodbye, as it is being stopped", known)
 
     def drain(self, instance: Instance, drained: bool) -> None:
         """An operator drains this instance, or resumes it."""
@@ -234,7 +234,7 @@ class Registry:
         for instance in silent - self._silent:
             logger.warning(
                 f"{instance} is silent: no ping for {now - instance.last_seen:.0f} s, but its connection "
-                f"stands; others are preferred, and it is removed after {self.lease:.0f} s"
+                f"stands; others are preferred, and it is removed after {self.lease:.0f} s without a ping"
             )
         for instance in self._silent - silent:
             if self._instances.get(instance.key) is instance:

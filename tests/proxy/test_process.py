@@ -107,7 +107,7 @@ def test_with_a_secret_only_members_register_and_the_plain_port_is_another(tmp_p
         for number in (7, 8, 9)
     ]
     with running("--port", "0", *arguments) as command, ExitStack() as stack:
-        command.says("for members only")
+        command.says("only instances with the secret may register")
         command.says(rf"plain discovery on tcp://{re.escape(plain)}")
         for (place, members), ping in zip(ways, pings, strict=True):
             stack.enter_context(pinging(place, ping, members=members))
@@ -122,7 +122,7 @@ def test_off_loopback_without_a_secret_it_must_be_meant() -> None:
     everywhere = f"0.0.0.0:{free_ports()}"
     with running("--port", "0", "--discovery", everywhere, "--allow-insecure") as command:
         command.says(f"any process that reaches {re.escape(everywhere)} can register an instance")
-        command.says("serving on .* open to all")
+        command.says("serving on .* any instance may register")
 
 
 async def test_proxies_share_a_port_and_each_has_pages_of_its_own() -> None:
@@ -358,7 +358,7 @@ def test_a_mistake_in_the_environment_names_the_variable(
     assert "expected one argument" in refused(capsys, "--config")
     with caplog.at_level(logging.WARNING):
         given(MAX_REQEUSTS="5")
-    assert "P2PKV_PROXY_MAX_REQEUSTS is set, and there is no such option" in caplog.text
+    assert "P2PKV_PROXY_MAX_REQEUSTS, which is ignored: there is no such option" in caplog.text
 
 
 def test_what_kubernetes_sets_beside_a_service_is_not_for_us(caplog: pytest.LogCaptureFixture) -> None:

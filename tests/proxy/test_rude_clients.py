@@ -202,7 +202,7 @@ async def test_garbage_makes_one_line_in_ten_seconds(
             client.writer.write(b"no HTTP\r\n\r\n")
             assert await client.status() == 400
     (line,) = [line.getMessage() for line in caplog.records if "no HTTP" in line.getMessage()]
-    assert line.startswith("something that is no HTTP request came (1 so far): Bad")
+    assert line.startswith("a client sent what is no HTTP request (1 so far): Bad")
     assert "Traceback" not in caplog.text
 
 

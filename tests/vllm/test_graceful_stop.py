@@ -66,7 +66,7 @@ def test_p_finishes_what_it_has_taken_on(stopping_pair: Deployment) -> None:
     assert time.monotonic() - told < SHUTDOWN_SECONDS + 15.0
     log = proxy.log_path.read_text(errors="replace")
     name = f"prefill instance 127.0.0.1:{p.http_port}"
-    assert -1 < log.find(f"{name} is paused: it gets no new requests") < log.find(f"{name} said goodbye")
+    assert -1 < log.find(f"{name} is paused by vLLM's") < log.find(f"{name} said goodbye")
     at_rest(d)
     assert metric(d, "p2pkv_transfers_failed_total") == 0
     assert metric(d, "p2pkv_transfers_loaded_total") == PROMPTS, "D computed prompts that P had taken on"
