@@ -36,17 +36,17 @@ class Limits:
     resumes: int = option("--resume-limit", 2, at_least(0), "N",
         "how often a streamed answer whose decode instance is lost goes on at another one; 0: never")
     resume_bytes: int = option("--resume-mib", "256", mib, "MIB",
-        "MiB of token ids held for that; answers beyond it do not go on")
+        "MiB of token ids held for --resume-limit; answers beyond it do not go on")
     resume_bytes_each: int = 2 << 20
     """The same of one answer; no option."""
     alone_share: float = option("--alone-share", 0.25, share, "SHARE",
-        "share of each decode instance's --max-requests, for prompts that it computes because no prefill "
-        "instance can, or because they are short")
+        "share of each decode instance's --max-requests for requests whose prompts it computes, because no "
+        "prefill instance can or because they are short")
     lease: float = option("--lease-seconds", LEASE, seconds, "SECONDS",
         "how long an instance whose connection is open may be silent until it counts as gone")
     first_token_seconds: float = option("--first-token-seconds", 0.0, seconds, "SECONDS",
-        "how long a stream may take to its first token, or its decode instance's, before it is tried "
-        "elsewhere or ends with a 504: more than a long prompt takes under load; 0: no deadline")
+        "how long a stream may take to its first token, and to the decode instance's first, before it is "
+        "tried elsewhere or ends with a 504: more than a long prompt takes under load; 0: no deadline")
     event_seconds: float = option("--event-seconds", 0.0, seconds, "SECONDS",
         "how long a stream may pause once its decode instance begins, before it goes on at another, or "
         "ends with an error event; 0: no deadline")
@@ -70,27 +70,27 @@ def _count(what: str, name: str = "") -> Any:
 
 @dataclass
 class RequestCounters:
-    """What the proxy has counted since it started: GET /health has it by these names, /metrics by the same
-    or the second ones in quotes, with what each is."""
+    """What the proxy has counted since it started. GET /health shows each under the name of its field,
+    /metrics under the same name or the one that follows the description."""
 
     # fmt: off
     admitted: int = _count("Requests that got a place at an instance.")
-    # Requests turned away: too many waited or their bodies held too much; after the longest wait; as many
-    # prompts as may were computed by D's alone. /metrics has them as the reasons of one counter.
+    # Requests turned away: too many waited, or their bodies held too much memory; none had room within
+    # --max-wait; the D's computed as many prompts as --alone-share allows. In /metrics: reasons of `shed`.
     refused_full: int = 0
     refused_late: int = 0
     refused_alone: int = 0
     first_tokens: int = _count(
         "Answers whose first token came from the prefill instance.", "first_tokens_from_prefill")
     decode_alone: int = _count(
-        "Requests given to a decode instance because no prefill instance could help.")
+        "Requests given to a decode instance alone: no prefill instance could help.")
     prefill_skipped: int = _count("Requests given to a decode instance alone: their prompts are short.")
-    retried: int = _count("Second tries at another instance.", "retries")
-    retries_refused: int = _count("Failures not tried again: the budget of retries was spent.")
+    retried: int = _count("Requests sent to another instance after a failure.", "retries")
+    retries_refused: int = _count("Requests that failed and were not tried again: the budget was spent.")
     resume_tries: int = _count("Times that a streamed answer was sent to another decode instance.")
     resumed: int = _count("Streamed answers that went on at another decode instance, to their end.")
     not_resumed: int = _count("Streamed answers that could have gone on, and ended with an error.")
     breakers_opened: int = _count("Pauses given to instances whose requests failed.", "breaker_opened")
     left_waiting: int = _count("Requests whose client left while they waited for a place.")
-    cut_off: int = _count("Requests that the proxy's own end ended.")
+    cut_off: int = _count("Requests that the proxy cut off because it stopped.")
     # fmt: on

@@ -49,12 +49,12 @@ def read(
     if bool(arguments.ssl_certfile) != bool(arguments.ssl_keyfile):
         parser.error("TLS needs both --ssl-certfile and --ssl-keyfile")
     if arguments.private and not arguments.admin_token:
-        parser.error("--private needs an --admin-token, or those pages could not be seen at all")
+        parser.error("--private needs an --admin-token, or no request could see the private pages")
     if arguments.tenant_header and not arguments.tenants:
         parser.error("--tenant-header needs --tenants, a file that has the tenants that the header names")
     for name, each in (arguments.tenants or {}).items():
         if not each.keys and not arguments.tenant_header and name != OTHER:
-            why = f"`{name}` has no keys, and without --tenant-header no request could be its"
+            why = f"tenant `{name}` has no keys, and without --tenant-header no request could be its"
             parser.error(f"--tenants: {why}")
     return arguments
 
@@ -93,16 +93,16 @@ def make_parser() -> argparse.ArgumentParser:
     add("--port", 10001, _port, what="port to serve on")
     add("--discovery", "127.0.0.1:30001", Address.parse, "HOST:PORT", "where instances send their pings")
     add("--secret-file", None, _given, "FILE",
-        "the secret of all instances, so that only they can register; or set P2PKV_SECRET")
+        "a file with the secret of all instances, so that only they can register; or set P2PKV_SECRET")
     add("--plain-discovery", None, Address.parse, "HOST:PORT",
-        "a second place for pings, without the secret: for instances with `discovery: plain`")
+        "a second address for pings, without the secret: for instances with `discovery: plain`")
     for name, role in ROLES.items():
         add(f"--{name}", [], partial(ListedInstance.parse, role), "URL=HOST:PORT",
             f"a {name} instance that does not ping: URL of its API, host and kv_port. Repeat the "
             "option for others (environment: commas; file: a list)")
-    add("--allow-insecure", False, what="let --discovery be off loopback without a secret")
-    add("--dispatch", "concurrent", what="ask the prefill and the decode instance at once, or the "
-        "prefill instance first", choices=("concurrent", "sequential"))
+    add("--allow-insecure", False, what="let other machines reach --discovery without a secret")
+    add("--dispatch", "concurrent", what="concurrent: ask the prefill and the decode instance at once; "
+        "sequential: prefill first", choices=("concurrent", "sequential"))
     group = parser.add_argument_group("which instances serve a request", _policies())
     settings.add_fields(group, Routing, prefill=POLICIES, decode=POLICIES)
     settings.add_fields(parser, Limits)
@@ -114,29 +114,29 @@ def make_parser() -> argparse.ArgumentParser:
     add(settings.FILE_OPTION, None, _given, "FILE", "a TOML file with options, such as `max-requests = 64`")
     add("--reuse-port", False, what="share --port with other proxies that have this option: the kernel "
         "gives each of them a part of the connections")
-    add("--admin", None, Address.parse, "HOST:PORT", "a second address, of this proxy alone: for its "
-        "pages and drains, where proxies share a port")
+    add("--admin", None, Address.parse, "HOST:PORT", "a second address, only this proxy's: for its "
+        "pages and drains, where proxies share --port")
     add("--api-key", [], _key, "KEY",
         "clients have to show this key, which goes on to the instances; repeat the option for others. Safer "
         "in the environment, where commas separate keys, or the file")
     add("--tenants", None, read_tenants, "FILE",
         "a TOML file with tenants: API keys, limits and weights of each; without it all requests are alike")
     add("--tenant-header", None, settings.header, "NAME",
-        "the HTTP header in which a gateway names the tenant, where no tenant's key is shown: anyone who can "
-        "reach the proxy can write it")
+        "the HTTP header in which a gateway names the tenant of a request that shows no tenant's key. Anyone "
+        "who reaches the proxy can set it")
     add("--allowed-origins", [], read_list, "ORIGIN",
         "browsers may use this proxy from pages of this origin, such as https://chat.example.com; * is any. "
         "Repeat the option for others, or give a list in JSON as to vLLM; without it they may not")
-    add("--allow-credentials", False, what="and with cookies")
-    add("--allowed-methods", [], read_list, "METHOD", "and with these methods only")
-    add("--allowed-headers", [], read_list, "NAME", "and with these headers only")
+    add("--allow-credentials", False, what="such pages may send cookies")
+    add("--allowed-methods", [], read_list, "METHOD", "such pages may use only these methods")
+    add("--allowed-headers", [], read_list, "NAME", "such pages may set only these headers")
     add("--ssl-certfile", None, _given, "FILE", "serve HTTPS, with this certificate chain (PEM)")
     add("--ssl-keyfile", None, _given, "FILE", "the certificate's key (PEM)")
     add("--admin-token", "", _token, "TOKEN",
-        "what a request to drain or resume an instance has to show; without it none can. Safer in the "
+        "the token with which requests drain and resume instances; without it none can. Safer in the "
         "environment or the file")
     add("--private", False,
-        what="/instances, /status and /metrics, which name instances, demand the admin token")
+        what="demand the admin token for /instances, /status and /metrics, which name instances")
     add("--log-level", "INFO", what="the least important lines that are written",
         choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     add("--log-format", "text", what="json: an object for each line, with the ids of its request",

@@ -33,7 +33,7 @@ class Routing:
         "how the decode instance is chosen, see above")
     placement: Placement = option("--placement", "pair", str, None,  # noqa: RUF009
         "pair: the policies choose a prefill instance for each prompt and a decode instance for the answer; "
-        "auto: least predicted cost, and an instance of both roles may serve a request whole",
+        "auto: least predicted cost; an instance of both roles may serve a whole request",
         choices=("pair", "auto"))
     pause_weight: float = option("--pause-weight", 0.1, not_negative, "N",
         "for --placement auto: the cost of a second for which a prompt stops an answer, where a second of "
@@ -45,7 +45,7 @@ class Routing:
         f"instances: {PIECE_TOKENS} tokens each at a prompt's beginning, 512 beyond")
     skip_below: int = option("--skip-prefill-below", 0, at_least(0), "TOKENS",
         "a prompt of fewer tokens goes to a decode instance alone, within --alone-share; with "
-        "--decode-policy prefix_aware only tokens new to it count; 0: none does")
+        "--decode-policy prefix_aware only tokens new to that instance count; 0: none does")
     # fmt: on
 
 
