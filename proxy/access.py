@@ -286,15 +286,15 @@ class Tenants:
         return self.by_name.get(named) or self.by_name[OTHER]
 
     def collect(self) -> Sequence[Metric]:
-        what = "Prompt tokens let in, as estimated."
+        what = "Prompt tokens of requests that got a place at an instance, as the proxy estimates them."
         tokens = CounterMetricFamily("p2pkv_proxy_tenant_prompt_tokens", what, labels=["tenant"])
         what = (
-            "Requests turned away with 429: as many were under way as may be (requests), too many prompt "
-            "tokens a second (tokens), or most of a full queue were its own, for its share (queue)."
+            "Requests turned away with 429: the tenant had as many under way as it may (requests), sent too "
+            "many prompt tokens a second (tokens), or had most of a full queue for its weight (queue)."
         )
         refused = CounterMetricFamily("p2pkv_proxy_tenant_refused", what, labels=["tenant", "reason"])
         gauge = partial(GaugeMetricFamily, labels=["tenant"])
-        running = gauge("p2pkv_proxy_tenant_requests", "Requests under way, those that wait among them.")
+        running = gauge("p2pkv_proxy_tenant_requests", "Requests under way, including those that wait.")
         waiting = gauge("p2pkv_proxy_tenant_requests_waiting", "Requests that wait for a place.")
         for name, each in self.by_name.items():
             tokens.add_metric([name], each.prompt_tokens)

@@ -43,7 +43,7 @@ class Exposition:
     def collect(self) -> Iterator[core.Metric]:
         if self._proxy.tenants is not None:
             yield from self._proxy.tenants.collect()
-        yield core.InfoMetricFamily("p2pkv_proxy_build", "The proxy itself.", {"version": __version__})
+        yield core.InfoMetricFamily("p2pkv_proxy_build", "The proxy's version.", {"version": __version__})
         counted, gauges = self._proxy.counted(), self._proxy.gauges()
         for name, key, reasons, what in _BY_REASON:
             several = core.CounterMetricFamily(f"p2pkv_proxy_{name}", what, labels=["reason"])
@@ -67,9 +67,9 @@ class Exposition:
                 if (value := value_of(self._proxy, each)) is not None:
                     family.add_metric([each.ping.http_address, each.role, str(each.ping.dp_rank)], value)
             yield family
-        what = "Between two pieces of a streamed answer as the decode instance sends them: mostly a token."
+        what = "From one piece of a streamed answer to the next, as its instance sends them: mostly a token."
         between = core.HistogramMetricFamily("p2pkv_proxy_inter_token_seconds", what, labels=["address"])
-        what = "Events of streamed answers: a token each, or nearly so."
+        what = "Events of streamed answers: mostly one for each token."
         events = core.CounterMetricFamily("p2pkv_proxy_stream_events", what, labels=["address"])
         for name, gaps in self._proxy.metrics.gaps.items():
             between.add_metric([name], gaps.buckets(), gaps.total)
@@ -80,25 +80,26 @@ class Exposition:
 # The name for Prometheus, the holder's own name (before that of a reason), and what it is.
 _BY_REASON: tuple[tuple[str, str, Iterable[str], str], ...] = (
     ("shed", "refused", ("full", "late", "alone"),
-     "Requests turned away with 503: too many waited or held memory (full), none had room in time "
-     "(late), or decode instances may compute no more prompts alone (alone)."),
+     "Requests turned away with 503: too many waited or held memory (full), no instance had room in "
+     "time (late), or decode instances may compute no more prompts alone (alone)."),
     ("first_tokens_from_decode", "first_token", REASONS,
-     f"Answers of a pair whose first token did not: {'; '.join(map(': '.join, REASONS.items()))}."),
+     "Answers of a prefill instance (P) and a decode instance (D) whose first token came from D, by why: "
+     f"{'; '.join(map(': '.join, REASONS.items()))}."),
 )  # fmt: skip
 _COUNTERS = (
     *((each.metadata["name"] or each.name, each.name, each.metadata["what"])
       for each in fields(RequestCounters) if each.metadata),
-    ("reconnected", "reconnected", "Requests sent once more because an idle connection had been closed."),
-    ("claims_refused", "claims_refused", "Pings under an address that another live instance has."),
+    ("reconnected", "reconnected", "Requests sent again because an instance closed an idle connection."),
+    ("claims_refused", "claims_refused", "Pings refused: another live instance has their address."),
 )  # fmt: skip
 _GAUGES = (
     ("requests_running", "under_way", "Requests that have a place at an instance."),
     ("requests_waiting", "waiting", "Requests that wait for a place."),
     ("decode_alone_running", "decode_alone",
-     "Of those running, prompts that a decode instance computes alone."),
+     "Requests running whose prompts a decode instance computes alone."),
     ("body_bytes", "held_bytes", "Bytes of the bodies of all requests together."),
     ("resume_bytes", "resume_bytes", "Bytes held of streamed answers, so that others could go on with them."),
-    ("resume_bytes_largest", "resume_bytes_largest", "Bytes so held of one answer, at most."),
+    ("resume_bytes_largest", "resume_bytes_largest", "The largest part of resume_bytes that one answer has."),
     ("calls", "calls", "Calls to instances that are open."),
 )  # fmt: skip
 
@@ -118,11 +119,11 @@ _OF_INSTANCES: tuple[tuple[str, str, Callable[[Proxy, Instance], float | None]],
     ("breaker_open", "1 while an instance has a pause because its requests failed, else 0.",
      lambda _, each: not each.breaker.closed),
     ("instance_queued_prefill_seconds",
-     "Of --placement auto: seconds until the prompts given to an instance are computed, as predicted; "
-     "of an instance that does not report its queue, those that this proxy gave it.",
+     "With --placement auto: seconds until an instance has computed its prompts, as predicted; of an "
+     "instance that does not report its queue, the prompts that this proxy gave it.",
      lambda proxy, each: proxy.prefill_work(each)[0]),
     ("instance_prefill_share",
-     "Of --placement auto: the share of an instance's time that prompts take, now and lately.",
+     "With --placement auto: the share of an instance's time that prompts take, now and lately.",
      lambda proxy, each: proxy.prefill_work(each)[1]),
     _reported("running", "running", "Requests that run"),
     _reported("waiting", "waiting", "Requests that wait"),

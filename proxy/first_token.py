@@ -38,16 +38,16 @@ from .upstream import EVENT_END, split_prompt
 
 Why = Literal["request", "parser", "instances", "room", "context", "memory", "token", "failed", "late"]
 REASONS: dict[Why, str] = {
-    "request": "it is no stream that could go on elsewhere, has a seed, or bounds its answer in a way that "
-    "only D can judge",
+    "request": "the request is no stream that could go on elsewhere, has a seed, or bounds its answer in a "
+    "way that only D can judge",
     "parser": "P's answers have reasoning, or calls of tools, in place of text",
-    "instances": "P or D cannot do it",
-    "room": "D has no room for KV before it is asked (prefetch_bytes)",
+    "instances": "P or D does not support it",
+    "room": "D has no room (prefetch_bytes) for KV before it is asked",
     "context": "the model's context is not known, or too short for all that the request asks for",
     "memory": "--resume-mib is used up",
-    "token": "it is a part of a character, or may begin a stop string",
+    "token": "P's token is a part of a character, or may begin a stop string",
     "failed": "P has failed",
-    "late": "D's, asked at once, was there before",
+    "late": "D, asked at the same time, had its token before P",
 }
 """Why the first token of a request came from D, although a P took part in it."""
 

@@ -128,7 +128,7 @@ class Metrics:
             "instance could help) or unpaired (none was wanted).",
             ["address", "way"], buckets=_FIRST_TOKEN_BUCKETS)
         self._duration = histogram("request_seconds",
-            "From a request's arrival to its end, by the decode instance that had it last.",
+            "From a request's arrival to its end, by the last decode instance that had it.",
             ["address", "outcome"], buckets=_DURATION_BUCKETS)
         self._prefill = histogram("prefill_seconds",
             "How long a prefill instance took for its part of a request, if it succeeded.",
@@ -138,10 +138,10 @@ class Metrics:
             "first token; an answer that breaks off later counts as `failed`, too.",
             ["address", "role", "outcome"])
         self._errors = histogram("first_token_prediction_error",
-            "Of --placement auto: how far the predicted time to the first token was from the time that came, "
-            "as a share of that; `way` is whole or pair.",
+            "With --placement auto: by how much the predicted time to the first token missed the time that "
+            "passed, as a share of that; `way` is whole (one instance did all) or pair.",
             ["way"], buckets=_ERROR_BUCKETS)
-        self._tenants = counter("tenant_requests_ended", "Requests of each tenant that have ended, by how.",
+        self._tenants = counter("tenant_requests_ended", "Requests that have ended, by tenant and by how.",
             ["tenant", "outcome"])
         self._tenant_first_token = histogram("tenant_time_to_first_token_seconds",
             "From a streamed request's arrival to the first token, by tenant.",
