@@ -1,11 +1,11 @@
-"""Who may ask, who may look and who may change; and tenants: whose request it is, how much of theirs the
-proxy takes on, and who of those that wait goes next.
+"""Access: who may send requests, see instances and drain them. Tenants: whose request it is, what limits the
+proxy holds it to, and whose waiting request goes next.
 
-A tenant is an API key or several, or what a gateway in front names in a header. One that has as much as it
-may gets a 429 with Retry-After. Of those that wait for a place, who has used least of its share goes next:
-each place costs a tenant the tokens of the prompt and of the answer, divided by its weight. Who comes back
-after a pause begins with the cost at which places are given out now, so nobody saves up. What instances of
-one base model cost is compared apart, as other models are served faster or slower.
+A tenant is one or several API keys, or what a gateway in front names in a header. A tenant at its limit gets
+a 429 with Retry-After. Among those with waiting requests the tenant that has used the least goes next: each
+place costs it the tokens of prompt and answer, divided by its weight. A tenant that returns after a pause
+starts at the cost of the latest place, so it cannot save up. Costs are kept apart for each base model, as
+some are served faster than others.
 """
 
 import hashlib
@@ -34,9 +34,9 @@ class Access:
     """Who may ask for, see and change what.
 
     Attributes:
-        token: an operator shows it as a bearer token; "" if there is none, and then nothing is changed.
-        private: who looks has to show it, too.
-        keys: a client shows one of them; without any, all may ask.
+        token: the operators' bearer token; "" if there is none: then no request drains or resumes.
+        private: whether requests that see instances need the token, too.
+        keys: a client has to show one of them; without any, all clients are served.
     """
 
     token: str = ""
@@ -66,7 +66,7 @@ class Access:
         self._check(request)
 
     def _check(self, request: web.Request) -> None:
-        # In a time that does not depend on how much of it is right.
+        # So the time does not show how much of a token is right.
         if not self.token or not hmac.compare_digest(digest(_bearer(request)), digest(self.token)):
             how = "send it as `Authorization: Bearer TOKEN`."
             raise ProxyError(401, f"This request needs the proxy's admin token: {how}")
@@ -78,7 +78,7 @@ def shown_keys(request: web.Request) -> tuple[str, str]:
 
 
 def digest(key: str) -> bytes:
-    """By which keys are looked up: how long that takes does not depend on how much of a key is right."""
+    """Keys are looked up by this digest, so the time does not show how much of a key is right."""
     return hashlib.sha256(key.encode("utf-8", "replace")).digest()
 
 
@@ -90,15 +90,15 @@ def _bearer(request: web.Request) -> str:
 # Tenants.
 
 OTHER = "other"
-"""Whose requests belong to no tenant of the file: together they are this one."""
+"""The tenant of all requests that belong to none in the file."""
 _MOST = 1000
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ANSWER = 64.0
 """Tokens that an answer is taken to have, until answers have been seen."""
 _RECENT = 0.05
-"""What the latest request counts in an average."""
+"""Weight of the latest request in a moving average."""
 _LONGEST_WAIT = 60
-"""Seconds that Retry-After says where a place is awaited, at most."""
+"""The largest Retry-After, in seconds, where a request has to wait for another one to end."""
 
 _Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -109,12 +109,12 @@ class TenantSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A table of the file; 0 is no limit.
 
     Attributes:
-        keys: API keys; who shows one is this tenant.
-        weight: its share of the places, beside those of others that wait.
-        requests: so many under way at a time, those that wait among them.
-        prompt_tokens: so many each second, as the proxy estimates them.
-        burst_seconds: the `prompt_tokens` of so many seconds may come at once.
-        priority: what vLLM gets for a request whose body has none.
+        keys: API keys; a request that shows one is this tenant's.
+        weight: its share of the places, relative to the other tenants with waiting requests.
+        requests: the most under way at a time, including those that wait.
+        prompt_tokens: the most per second, as the proxy estimates them.
+        burst_seconds: seconds whose `prompt_tokens` may come at once.
+        priority: vLLM's, for a request whose body has none; None: vLLM's default.
     """
 
     keys: tuple[str, ...] = ()
@@ -126,7 +126,7 @@ class TenantSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_tenants(path: str) -> dict[str, TenantSettings]:
-    """The tenants of a TOML file, by name. Raises ValueError, with a sentence, if it is none of these."""
+    """The tenants of a TOML file, by name. Raises ValueError, with a sentence, if the file is wrong."""
     tables = read_toml(path)
     if not 0 < len(tables) <= _MOST:
         raise ValueError(f"{path} has {len(tables)} tenants: expected at least one and at most {_MOST}")
@@ -153,12 +153,12 @@ class Tenant:
     """One tenant, and what it has and uses.
 
     Attributes:
-        used: by base model, what its places have cost it; who of those that wait has least goes next.
-        under_way: its requests, those that wait for a place among them.
-        waiting: of these, those that wait, by base model.
-        answer: tokens of an answer, on the average of the latest.
-        prompt_tokens: how many of prompts that got a place.
-        refused: with 429, by reason.
+        used: by base model, what its places have cost; of those that wait, who has the least goes next.
+        under_way: its requests, including those that wait for a place.
+        waiting: requests that wait for a place, by base model.
+        answer: tokens of an answer, a moving average.
+        prompt_tokens: of all prompts that got a place.
+        refused: requests that got a 429, by reason.
     """
 
     name: str
@@ -173,7 +173,7 @@ class Tenant:
     prompt_tokens: int = 0
     refused: Tally[str] = field(default_factory=Tally)
     _seconds: float = 1.0
-    """That one of its requests takes, on the average of the latest."""
+    """From the head of a request to its end, a moving average."""
 
     def __post_init__(self) -> None:
         self._left = self.settings.prompt_tokens * self.settings.burst_seconds
@@ -181,7 +181,7 @@ class Tenant:
 
     @contextmanager
     def enter(self) -> Iterator[None]:
-        """One of its requests, from its head to its end. Raises ProxyError if there are as many as may be."""
+        """One of its requests, from its head to its end. Raises ProxyError at its limit of requests."""
         most = self.settings.requests
         if most and self.under_way >= most:
             why = f"has {most} requests under way, the most that it may have at a time"
@@ -195,7 +195,7 @@ class Tenant:
             self._seconds += _RECENT * (self._clock() - began - self._seconds)
 
     def spend(self, tokens: int) -> None:
-        """A prompt comes. It may take more than is left, unless nothing is: then this raises ProxyError."""
+        """A prompt comes; it may use more tokens than are left. Raises ProxyError if none are left."""
         rate, now = self.settings.prompt_tokens, self._clock()
         if rate:
             most = rate * self.settings.burst_seconds
@@ -211,7 +211,7 @@ class Tenant:
         self.prompt_tokens += tokens
 
     def give_back(self, tokens: int) -> None:
-        """No instance was asked for a prompt for which it has spent so many."""
+        """Undoes `spend` for a prompt that no instance was asked for."""
         self._left += tokens
 
     def wait(self, base: str, more: int) -> None:
@@ -220,8 +220,8 @@ class Tenant:
         self.waiting[base] += more
 
     def pay(self, base: str, prompt: int, asked: int) -> float:
-        """One of its requests gets a place, which `asked` for so many tokens (0: for any). Returns how many
-        its answer is taken to have."""
+        """Charges it for a place: for the prompt's tokens, and for as many of the answer as are expected,
+        which are returned. `asked`: the most that the request allows; 0: it names no bound."""
         self._come(base)
         self._now[base] = max(self._now[base], self.used[base])
         expected = min(asked or math.inf, self.answer)
@@ -229,18 +229,18 @@ class Tenant:
         return expected
 
     def settle(self, base: str, expected: float, came: int) -> None:
-        """An answer had so many tokens, where `expected` ones were paid for."""
+        """Corrects the charge: `expected` tokens of an answer were paid for, and `came` is what it had."""
         self.used[base] += (came - expected) / self.settings.weight
         self.answer += _RECENT * (came - self.answer)
 
     def crowd_out(self) -> ProxyError:
-        """For its last request that waits, where no more may and most of them, for its share, are its own."""
+        """The error for its newest request, where the queue is full and it has the most in it by weight."""
         why = "has the most waiting requests for its weight, and the proxy's queue (--max-waiting) is full"
         return self._full("queue", why, self._place_seconds())
 
     @property
     def crowd(self) -> float:
-        """How many of its requests wait, for its share."""
+        """Its waiting requests, divided by its weight."""
         return self.waiting.total() / self.settings.weight
 
     def _come(self, base: str) -> None:
@@ -261,8 +261,8 @@ class Tenants:
     """All tenants of a proxy. To Prometheus's library it is one of its collectors.
 
     Args:
-        settings: by name; all others together are `other`, without limits unless the file has that.
-        header: in which a gateway names the tenant; "" if there is none. A key that is a tenant's goes first.
+        settings: by name; requests of no tenant are `other`'s, without limits unless the file has it.
+        header: in which a gateway names the tenant; "" if there is none. A tenant's key counts more.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class Tenants:
         self._header = header
 
     def of(self, request: web.Request) -> Tenant:
-        """The one whose request this is."""
+        """The tenant whose request this is."""
         for key in shown_keys(request):
             if found := self._by_key.get(digest(key)):
                 return found

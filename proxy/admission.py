@@ -1,8 +1,8 @@
 """How much the proxy takes on: which request goes to its instances now, which waits, which is turned away;
-and whether one that has failed may be sent a second time.
+and whether a request that has failed is sent to other instances.
 
-Requests that the same instances can serve get their places in the order of arrival; between tenants, who has
-used least of its share goes first (access.py). A request that waits for one model holds up none for others.
+Requests that the same instances can serve get their places in the order of arrival; among tenants, the one
+that has used the least goes first (access.py). A request waiting for one model holds up no other model's.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ _PER_SECOND = 1.0
 
 
 class RetryBudget:
-    """Of about the last ten seconds it allows a share of the requests as retries: in an outage, when
-    everything fails, they add that share to the load and do not multiply it."""
+    """Allows retries for a share of the requests of about the last ten seconds: in an outage, when all
+    fail, retries add that share to the load and do not multiply it."""
 
     def __init__(self) -> None:
         self._asked = _Recent()
@@ -43,7 +43,7 @@ class RetryBudget:
         self._asked.add(now)
 
     def spend(self, now: float, *, whatever: bool = False) -> bool:
-        """Whether one retry is within the budget, or allowed `whatever` is left; if so it is counted."""
+        """Whether one more retry is allowed, which is then counted; `whatever`: even if none is left."""
         allowed = max(_SHARE * self._asked.total(now), _PER_SECOND * _WINDOW_SECONDS)
         if not whatever and self._retried.total(now) + 1 > allowed:
             return False
@@ -52,7 +52,7 @@ class RetryBudget:
 
 
 class _Recent:
-    """How many things happened lately: what is ten seconds old counts by a third."""
+    """How many things happened lately: one of ten seconds ago counts a third."""
 
     def __init__(self) -> None:
         self._count, self._at = 0.0, 0.0
@@ -72,13 +72,13 @@ ALONE_FULL = f"the decode instances compute as many prompts alone as --alone-sha
 @dataclass(eq=False)
 class RequestPlace:
     """What one request holds at its instances: a place at D, perhaps one of those for prompts that D computes
-    alone, and the trial of an instance in doubt.
+    alone, and perhaps the trial of a breaker.
 
     Attributes:
-        mode: what P was to do for it when it came.
-        progress: what placement by cost learns from it; None without it.
-        expecting: the P that has been chosen and has yet to be asked.
-        paid: tokens of its answer for which its tenant has paid.
+        mode: what P was to do for the request when it came.
+        progress: what placement by cost learns from the request; None without that placement.
+        expecting: the chosen P until it is asked; then None.
+        paid: tokens of the answer for which its tenant has paid.
     """
 
     request: RoutingRequest
@@ -96,17 +96,17 @@ class RequestPlace:
         self._paces.append(pace)
 
     def answered(self, tokens: int) -> None:
-        """Its answer is no stream, and has so many; 0 if that is not known."""
+        """Its answer is no stream and has so many tokens; 0 if that is not known."""
         self._whole = tokens
 
     def settle(self) -> None:
-        """Its tenant pays for what came in place of what was expected, if that is known."""
+        """Corrects what its tenant has paid to the tokens that came, if these are known."""
         came = self._whole + sum(each.events for each in self._paces)
         if self.request.tenant is not None and came:
             self.request.tenant.settle(self.request.base, self.paid, came)
 
     def sent(self) -> None:
-        """P is asked now: from here on its call counts, and the expectation no more. Idempotent."""
+        """P is asked now: its open call counts as load, and the expectation no longer. Idempotent."""
         if self.expecting is not None:
             self.expecting.expect(-1, self.choice.prefill_tokens)
             self.expecting = None
@@ -120,16 +120,16 @@ class RequestPlace:
 
 
 Demand = tuple[str | None, PrefillMode, Instance | None]
-"""A model, what P is to do, and the only D: who wants the same can be served by the same instances."""
+"""The model, what P is to do, the only D if there is one: equal demands have the same instances."""
 Want = tuple[Demand, frozenset[Instance]]
-"""Those who want the same, and may not go to these instances: one tenant's go in the order of arrival."""
+"""A demand, and the instances to avoid: equal wants of one tenant are met in the order of arrival."""
 _BEFORE_ALL = 1 << 62
 
 
 @dataclass(eq=False)
 class _Waiter:
-    """`lost`: the place of one whose answer has begun, at instances that cannot go on with it. It comes
-    before all others, and is no tenant's."""
+    """A request in the queue. `lost`: if its answer has begun, its place at instances that cannot go on with
+    it; such a request goes before all others and counts for no tenant."""
 
     number: int
     request: RoutingRequest
@@ -179,7 +179,7 @@ class Admission:
 
     @asynccontextmanager
     async def place(self, request: RoutingRequest, *, paired: bool) -> AsyncIterator[RequestPlace]:
-        """A place, in time; `paired`: P can help. Raises NoInstance, UnknownModel, or ProxyError."""
+        """A place, at once or later; `paired`: P can help. Raises NoInstance, UnknownModel, ProxyError."""
         place = await self._wait(request, paired)
         self._counters.admitted += 1
         self.budget.request(self._clock())
@@ -199,8 +199,8 @@ class Admission:
         return not others or sum(each.room - each.places for each in able) > others
 
     def move(self, place: RequestPlace, mode: PrefillMode, avoid: frozenset[Instance]) -> bool:
-        """Puts a request at other instances, or with UNAVAILABLE at a D alone, without a wait; its own place
-        may be the last one there is. False if there are none with room: then it stays."""
+        """Moves a request to other instances, or with UNAVAILABLE to a D alone, without a wait. It gives up
+        its own place first, which may be the last one. False if none has room: then it stays."""
         try:
             self._move(place, mode, avoid)
         except Unroutable:
@@ -218,7 +218,7 @@ class Admission:
         self._count(place.choice)
 
     async def move_in_time(self, place: RequestPlace, mode: PrefillMode, avoid: frozenset[Instance]) -> bool:
-        """As `move`, but waits for room, before all who have no place yet. False if there will be none."""
+        """As `move`, but waits for room, ahead of all that have no place yet. False if none comes in time."""
         place.sent()  # P need not expect it meanwhile
         if place.progress is not None:
             place.progress.leave(self._clock())
@@ -231,8 +231,8 @@ class Admission:
         return True
 
     def advance(self) -> None:
-        """Gives out what places there are; call it when there may be new ones."""
-        # There may be a thousand tenants: of those who want what is full, one is looked at.
+        """Gives the places there are to those that wait; call it when there may be new ones."""
+        # Only one request of each want is tried where that has no room: there may be a thousand tenants.
         ones = [(next(iter(next(iter(lines.values())))), lines) for lines in self._queues.values()]
         served = [lines for one, lines in ones if self.has_room(one.request, one.mode, one.avoid)]
         queues = (queue for lines in served for queue in lines.values())
@@ -331,7 +331,7 @@ class Admission:
             self._queues.pop(waiter.want, None)
 
     def _check_queue(self, waiter: _Waiter) -> None:
-        """Whether a wait has a prospect. Raises NoInstance, UnknownModel or ProxyError."""
+        """Raises NoInstance, UnknownModel or ProxyError if the request cannot be served, or cannot wait."""
         try:
             self._router.able(waiter.request, self._clock(), mode=waiter.mode, avoid=waiter.avoid)
         except DecodeAloneFull:
@@ -346,8 +346,8 @@ class Admission:
             raise ProxyError(503, f"{why}; {AGAIN}")
 
     def _crowd_out(self, newcomer: Tenant | None) -> bool:
-        """Turns away the last of the tenant that has most waiting, for its share. False if there are no
-        tenants; raises ProxyError if that is the newcomer."""
+        """Turns away the newest request of the tenant that has the most waiting by weight. Raises ProxyError
+        if that tenant is the newcomer. False if there are no tenants."""
         if newcomer is None:
             return False
         crowds = [each for lines in self._queues.values() for each in lines if each is not None]
@@ -397,7 +397,7 @@ class Admission:
     # Second tries.
 
     def spend(self, *, whatever: bool = False) -> bool:
-        """Whether the budget allows one try more, or allowed `whatever` is left; if so it is counted."""
+        """As `RetryBudget.spend`; also counts refusals."""
         allowed = self.budget.spend(self._clock(), whatever=whatever)
         self._counters.retries_refused += not allowed
         return allowed
@@ -415,8 +415,8 @@ class Admission:
     async def try_elsewhere(
         self, place: RequestPlace, culprit: Instance, failed: frozenset[Instance], tries: int, *, free: bool
     ) -> bool:
-        """Moves a request away from those that failed it. False if that was its last try. `tries`: without
-        those that count as none, see `Outcome.uncounted`; `free`: the budget does not count."""
+        """Moves a request away from the instances that failed it. False if that was its last try. `tries`:
+        so far, without those that are `Outcome.uncounted`; `free`: the budget is not asked."""
         mode = place.mode_after(culprit)
         if tries > self._limits.retries or not self.has_room(place.request, mode, failed):
             return False
@@ -447,8 +447,8 @@ class Admission:
     def _leave_culprit(
         self, place: RequestPlace, culprit: Instance, failed: frozenset[Instance], *, alone: bool = False
     ) -> bool:
-        """To another server if any has room: the engines behind one HTTP server may stop together, with
-        experts in lockstep and when the server ends. Else it may be left to a D `alone`."""
+        """Moves to another HTTP server if any has room, as the engines behind one may stop together: experts
+        are in lockstep, and the server may end. Else to another engine; else, if allowed, to a D `alone`."""
         mode, others = place.mode_after(culprit), failed.union(culprit.neighbours())
         moved = (
             self.move(place, mode, others)
@@ -460,7 +460,7 @@ class Admission:
 
 
 def _first(queue: dict[_Waiter, None]) -> _Waiter | None:
-    """Who has waited longest, without those who have just been turned away or have left."""
+    """The request that has waited longest, without those that have just been turned away or have left."""
     return next((waiter for waiter in queue if not waiter.placed.done()), None)
 
 
