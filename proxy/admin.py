@@ -1,5 +1,5 @@
-"""What operators and machines see of the proxy: health, instances and their drains, /status, and the
-dashboard, a file that loads nothing from elsewhere. No answer holds a ZMQ address or a secret.
+"""The proxy's pages for operators and machines: /health, /ready, /instances and their drains, /status, and
+the dashboard, a file that loads nothing from elsewhere. No answer holds a ZMQ address or a secret.
 """
 
 import asyncio
@@ -28,17 +28,15 @@ UNAVAILABLE = "unavailable"
 
 
 async def health_page(proxy: Proxy, request: web.Request) -> web.Response:
-    """GET /health: 200 if a request can be served, else 503; and what is missing.
-
-    With `?prefill=1&decode=2` it is 200 only if so many are there.
-    """
+    """GET /health: 200 if a request can be served, else 503; and what is missing. With
+    `?prefill=1&decode=2` it is 200 only if at least so many instances can be given requests."""
     found = report(proxy)
     enough = all(found[name] >= _number(request, name) for name in ROLES)
     return _verdict(found, found["status"] != UNAVAILABLE and enough)
 
 
 async def ready_page(proxy: Proxy, request: web.Request) -> web.Response:
-    """GET /ready: 200 if a request can be served, and by whom it is; else 503."""
+    """GET /ready: 200 if a request can be served, else 503; with what that needs and what there is."""
     found = report(proxy)
     good = found["status"] != UNAVAILABLE
     needs = "a decode instance" if proxy.limits.decode_alone else "a prefill and a decode instance"
@@ -51,7 +49,7 @@ def _verdict(found: dict[str, Any], good: bool) -> web.Response:
 
 
 def report(proxy: Proxy) -> dict[str, Any]:
-    """Whether requests can be served, which instances are missing, what is held and what was counted."""
+    """For /health and /status: whether requests can be served, what is missing, gauges and counters."""
     now = proxy.clock()
     missing = [STOPPING] if proxy.active.stopping else proxy.router.missing(now)
     there = {name: len(proxy.registry.routable(role, now)) for name, role in ROLES.items()}
@@ -66,7 +64,7 @@ def report(proxy: Proxy) -> dict[str, Any]:
 
 
 def _number(request: web.Request, name: str) -> int:
-    """How many instances of one kind a question about health asks for."""
+    """How many instances with this role a request for /health demands; 0 if it names none."""
     text = request.query.get(name, "0")
     if not re.fullmatch(r"\d{1,9}", text):
         raise ProxyError(400, f"/health?{name}={text[:20]}: expected a whole number of instances, such as 1.")
@@ -102,8 +100,8 @@ async def instances_page(proxy: Proxy, request: web.Request) -> web.Response:
 
 
 async def drain(proxy: Proxy, request: web.Request, *, drained: bool) -> web.Response:
-    """POST /instances/{address}/drain and .../resume: all ranks at this HTTP address. With `move_after` what
-    still runs there after so many seconds goes on elsewhere, if it can."""
+    """POST /instances/{address}/drain and .../resume, for all ranks at this HTTP address. With `move_after`,
+    requests that still run there after so many seconds go on elsewhere, if they can."""
     proxy.guard.change(request)
     seconds = None
     try:
@@ -127,7 +125,7 @@ async def drain(proxy: Proxy, request: web.Request, *, drained: bool) -> web.Res
     return web.json_response({"instances": [described(proxy, each) for each in meant]})
 
 
-# Of the pairs that have worked together, the busiest.
+# /status shows at most so many pairs, the busiest, and so many instances.
 _MAX_PAIRS = 200
 _MAX_INSTANCES = 500
 
@@ -176,7 +174,7 @@ async def status_page(proxy: Proxy, request: web.Request) -> web.Response:
 
 
 async def dashboard(request: web.Request) -> web.Response:
-    """GET /: it holds no data of its own, so all may load it."""
+    """GET /: a page without data of its own, so everyone may load it."""
     page, policy = _page()
     headers = {
         "Content-Security-Policy": policy,
@@ -189,7 +187,7 @@ async def dashboard(request: web.Request) -> web.Response:
 
 @cache
 def _page() -> tuple[bytes, str]:
-    """The page, and a policy under which nothing but its own script and style runs."""
+    """The page, and a Content-Security-Policy that allows only its own script and style."""
     text = files(__package__).joinpath("dashboard.html").read_text("utf-8")
 
     def digests(tag: str) -> str:

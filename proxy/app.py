@@ -38,35 +38,35 @@ logger = logging.getLogger(__name__)
 
 # Connections.
 
-# A connection on which no request is under way, or not even its head has come, is closed after this.
+# A connection without a request under way, or without a whole head, is closed after this.
 IDLE_SECONDS = 75.0
 _FULL = f"This proxy has as many connections as it accepts (--max-connections); {AGAIN}"
-# Between two log lines about that, and about what is no HTTP.
+# Between two log lines that connections are full, and between two about what is no HTTP.
 _LOG_SECONDS = 10.0
 _HANDSHAKE_SECONDS = 10.0
-# Beyond the limit.
+# Connections in a TLS handshake that may exist beyond the limit of connections.
 _HANDSHAKES_BESIDE = 64
-# For a client to take the end of its last answer in, and the end of TLS.
+# For a client to read the end of its last answer, and of TLS.
 _CLOSING_SECONDS = 5.0
-# For a client that is refused, to take that in.
+# For a refused client to read the refusal.
 _REFUSED_SECONDS = 1.0
 MAX_HEAD = 4 << 20
-"""Bytes of a request's head, and of each of its headers, as vLLM's servers take."""
-# Of all heads that have not come whole, beyond which one may not be larger than the usual limit of servers.
+"""Bytes of a request's head, and of each of its headers: as many as vLLM's servers take."""
+# Bytes of all heads that are not whole yet; beyond them none may be larger than servers usually allow.
 _MAX_HEADS, _USUAL_HEAD = 256 << 20, 1 << 16
 _LONG_HEAD = f"The request line and headers are too large: together they may have {MAX_HEAD} bytes."
 _FULL_OF_HEADS = f"This proxy already waits for the rest of too many large request headers; {AGAIN}"
 
 
 class BoundedRunner(web.AppRunner):
-    """What serves an app of `make_app`, to at most `Limits.max_connections` connections; at its end those on
+    """Serves an app of `make_app` on at most `Limits.max_connections` connections. When it ends, those on
     which nothing moves are closed after `last_seconds`. Its sites get no ssl_context.
 
-    One more takes the place of that which has been open for longest without a request under way, so that a
-    client that opens many and sends nothing shuts no others out. If each has a request it gets a 503.
+    A new connection beyond the limit replaces the oldest that has no request under way, so a client that
+    opens many and sends nothing shuts no others out. If each has a request, the new one gets a 503.
 
-    With `tls` all connections begin with a TLS handshake. Those that are in it count, too. 64 of them may go
-    beyond the limit, so that a client learns by a 503 that there is no room; of more the oldest is closed.
+    With `tls` all connections begin with a TLS handshake, and count while they are in it. 64 of these may
+    exceed the limit, so that a client can get the 503; of more, the oldest is closed.
     """
 
     def __init__(self, app: web.Application, last_seconds: float, tls: ssl.SSLContext | None = None) -> None:
@@ -87,16 +87,15 @@ class BoundedRunner(web.AppRunner):
 
     @property
     def server(self) -> web.Server | None:
-        """What makes the protocol of each new connection; aiohttp's sites ask for it."""
-        # A site only calls it.
+        """What aiohttp's sites call for the protocol of each new connection."""
         return None if self._server is None else cast("web.Server", self._protocol)
 
     def _protocol(self) -> asyncio.Protocol:
-        # A TLS server of asyncio's own tells of a connection only when its handshake has ended.
+        # asyncio's own TLS server reports a connection only after its handshake.
         return self._taken() if self._tls is None else _Newcomer(self._begin_handshake)
 
     def _taken(self) -> asyncio.Protocol:
-        """What serves one more connection, or refuses it."""
+        """The protocol that serves one more connection, or refuses it."""
         assert self._server is not None
         if not self._has_room():
             return _Newcomer(_refuse)
@@ -136,7 +135,7 @@ class BoundedRunner(web.AppRunner):
         successor.connection_made(secured)
 
     def _has_room(self, handshakes: int = 0) -> bool:
-        """Whether there may be one more beside so many handshakes; closes an idle one if need be."""
+        """Whether one more connection may exist, beside so many handshakes; closes an idle one if need be."""
         assert self._server is not None
         limit = self.app[PROXY].limits.max_connections
         known, most = self._server.connections, limit - handshakes
@@ -148,7 +147,7 @@ class BoundedRunner(web.AppRunner):
         if self._log_limit.admits():
             logger.warning(f"there are {limit} connections (--max-connections), and this proxy takes no more")
         for each, transport in there:
-            # aiohttp has no public names for that it waits for a request, and for those that have come.
+            # aiohttp has no public names for "waits for a request", and for the requests that have come.
             if each._waiter is not None and not each._messages:
                 transport.close()  # what is left of its last answer still goes out
                 if self._tls is not None:  # then a close waits for the client's
@@ -159,21 +158,21 @@ class BoundedRunner(web.AppRunner):
 
 @dataclass
 class _Heads:
-    """Of all connections the bytes of heads that have not come whole, and how many were no HTTP."""
+    """Of all connections: bytes `held` of heads that are not whole, and how many were no HTTP (`bad`)."""
 
     held: int = 0
     bad: int = 0
     _log_limit: RateLimit = field(default_factory=lambda: RateLimit(seconds=_LOG_SECONDS))
 
     def refuse(self, what: str) -> None:
-        """Counts what is no HTTP, and logs it: one line in ten seconds, however much comes."""
+        """Counts what is no HTTP, and logs it, at most once in ten seconds."""
         self.bad += 1
         if self._log_limit.admits():
             logger.warning("a client sent what is no HTTP request (%d so far): %s", self.bad, what)
 
 
 class _Connection(RequestHandler):
-    """One whose errors are JSON, and of whose requests' heads nothing comes into a log: they hold keys."""
+    """A connection that answers errors in JSON, and logs nothing of requests' heads, which hold keys."""
 
     __slots__ = ("_drop", "_head", "_heads")
 
@@ -183,18 +182,18 @@ class _Connection(RequestHandler):
         self._drop: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
-        """Serves it, until it is closed in whatever way."""
+        """Serves it until it is closed, by either side."""
         transport = self.transport
         try:
             await super().start()
         finally:
-            # The rest of the last answer still goes out; to a client that does not read it would for ever.
+            # The rest of the last answer still goes out, but not for ever to a client that does not read.
             if self._manager is not None and transport is not None:
                 self._drop = self._loop.call_later(STALL_SECONDS, transport.abort)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # aiohttp bounds each header, and their number. It waits for the rest of a head then, and for no body.
+        # aiohttp bounds each header and their number. With a _waiter it waits for a head, and for no body.
         head = 0 if self._waiter is None or self._messages else self._head + len(data)
         self._count_head(head)
         crowded = head > _USUAL_HEAD and self._heads.held > _MAX_HEADS
@@ -220,9 +219,9 @@ class _Connection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer to what is no request, or whose handler failed."""
+        """The answer to what is no request, or to a request whose handler failed."""
         if isinstance(exc, HttpProcessingError):
-            what = type(exc).__name__  # its message has what came
+            what = type(exc).__name__  # its message has what the client sent
             self._heads.refuse(what)
             why = f"The proxy cannot read this as an HTTP/1.1 request ({what})."
             status, why = (431, _LONG_HEAD) if isinstance(exc, LineTooLong) else (status, why)
@@ -237,7 +236,7 @@ class _Connection(RequestHandler):
 
 
 async def on_expect(request: web.Request) -> web.StreamResponse | None:
-    """Answers a client that waits with its body; an error if it expects what no server here does."""
+    """Answers a client that waits before it sends its body; an error if it expects anything else."""
     if request.version != HttpVersion11:
         return None
     if request.headers.get("Expect", "").lower() != "100-continue":
@@ -249,7 +248,7 @@ async def on_expect(request: web.Request) -> web.StreamResponse | None:
 
 
 class _Newcomer(asyncio.Protocol):
-    """A connection for whoever is to `take` it."""
+    """A new connection, which `take` gets."""
 
     def __init__(self, take: Callable[[asyncio.Transport], None]) -> None:
         self._take = take
@@ -283,8 +282,8 @@ _BEGUN = web.RequestKey("begun", bool)
 
 
 async def note_begin(request: web.Request, response: web.StreamResponse) -> None:
-    """To be called when an answer's head is about to be sent. The client gets its own X-Request-Id back;
-    instances get it as X-Client-Request-Id."""
+    """To be called before an answer's head is sent. The client gets its own X-Request-Id back, which
+    instances get as X-Client-Request-Id."""
     request[_BEGUN] = True
     if theirs := request.headers.get(REQUEST_ID):
         response.headers[REQUEST_ID] = theirs
@@ -318,7 +317,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         if _BEGUN in request:
             if RECORD in request:
                 request[RECORD].ended_with(500)
-            # A second head in the middle of an answer would be taken for the rest of it.
+            # The client would take a second head for more of its answer.
             hang_up(request)
             raise ConnectionResetError from None
         return error_response(500, "The proxy itself failed; see its log.")
@@ -329,8 +328,8 @@ _MAX_ID = 200
 
 
 def recording(metrics: Metrics, tracing: Spans | None, *, log_requests: bool) -> Middleware:
-    """The middleware that keeps a record of each request to the API, or to no path that there is;
-    `log_requests`: and writes a line for each."""
+    """The middleware that keeps a record of each request to the API, or to an unknown path, and with
+    `log_requests` writes a log line for each."""
 
     @web.middleware
     async def recorded(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -362,7 +361,7 @@ def recording(metrics: Metrics, tracing: Spans | None, *, log_requests: bool) ->
 
 @web.middleware
 async def written_in_time(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Writes an answer, if it has not been relayed, and disconnects a client that does not read it."""
+    """Writes an answer that was not relayed, and disconnects a client that does not read it."""
     response = await handler(request)
     if response.prepared:
         return response
@@ -398,14 +397,14 @@ def make_app(
     tenants: Tenants | None = None,
     cors: Cors | None = None,
 ) -> web.Application:
-    """The application, for a BoundedRunner: without it a client that leaves is not noticed.
+    """The application, for a BoundedRunner: without one, clients that leave are not noticed.
 
     Args:
         discovery: ZMQ endpoint on which to listen for pings, such as tcp://127.0.0.1:30001.
-        members: whose pings `discovery` takes; None for all.
-        plain_discovery: a second endpoint, which takes all.
+        members: whose pings `discovery` takes; None: everyone's.
+        plain_discovery: a second endpoint, which takes everyone's.
         tracing: makes the spans of requests, and is closed at the end.
-        listed: instances that are there without a ping, as long as their /health answers.
+        listed: instances that need no ping, as long as their /health answers.
 
     Raises OSError at start-up if an endpoint cannot be bound.
     """
@@ -442,7 +441,7 @@ def make_app(
                 await asyncio.to_thread(tracing.close)
 
     recorded = recording(metrics, tracing, log_requests=log_requests)
-    # A larger one could never be held, and its client would try again for ever.
+    # A body beyond max_held never fits, so its client must not get a 503 and try again for ever.
     largest = min(limits.max_body, limits.max_held)
     app = web.Application(client_max_size=largest, middlewares=[written_in_time, recorded, errors_as_json])
     app.cleanup_ctx.append(running)

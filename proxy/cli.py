@@ -31,7 +31,7 @@ from .tracing import NoTracing, Spans, set_up_logging
 
 logger = logging.getLogger(__name__)
 
-# For connections on which nothing moves any more, after all that `--drain-seconds` allows.
+# For connections on which nothing moves, once `--drain-seconds` are over.
 _SHUTDOWN_SECONDS = 1.0
 
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TrustError, NoCurve) as error:
         parser.error(str(error))
     set_up_logging(arguments.log_level, arguments.log_format)
-    # As many descriptors as it may: a request needs three, and the usual soft limit is 1024.
+    # As many file descriptors as the hard limit allows: a request needs three, the usual soft limit is 1024.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     # Modules and options live as long as the process: the garbage collector need not look at them again.
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, UnicodeError, NoTracing) as error:
         admin = f", --admin {arguments.admin}" if arguments.admin else ""
         hosts = f" (--host {arguments.host}, --discovery {arguments.discovery}{admin})"
-        unknown = isinstance(error, socket.gaierror | UnicodeError)  # this one of `a..b`
+        unknown = isinstance(error, socket.gaierror | UnicodeError)  # the latter for names such as `a..b`
         print(f"p2pkv-proxy: {error}{hosts if unknown else ''}", file=sys.stderr)
         return 1
     return 0
@@ -74,7 +74,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 def _members(arguments: argparse.Namespace) -> Members | None:
-    """Those who may register. Raises TrustError if all could, from anywhere, and that is not meant."""
+    """Who may register; None: all. Raises TrustError if other machines could without --allow-insecure."""
     secret = read_secret(arguments.secret_file, os.environ)
     discovery: Address = arguments.discovery
     if secret is None and not arguments.allow_insecure and not is_loopback(discovery.host):
@@ -176,7 +176,7 @@ def _signals() -> tuple[asyncio.Event, asyncio.Event]:
 
 
 def _warn(arguments: argparse.Namespace, members: Members | None) -> None:
-    """Logs what is open to other machines."""
+    """Warns of what other machines can reach without a key or secret."""
     for host in [arguments.host, *([arguments.admin.host] if arguments.admin else [])]:
         if not is_loopback(host) and not options.keys(arguments):
             logger.warning("other hosts reach %s, and their clients need no API key (--api-key)", host)

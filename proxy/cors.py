@@ -1,4 +1,4 @@
-"""What browsers may do from pages of other origins: vLLM's options, as it means them. Off by default."""
+"""What browsers may do from pages of other origins: vLLM's options with vLLM's meaning. Off by default."""
 
 import json
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class Cors:
     """Answers to browsers.
 
     Attributes:
-        origins: such as https://chat.example.com; "*" are all.
-        methods, headers: that requests may have; "*" are all.
+        origins: of the pages, such as https://chat.example.com; "*": all; without any, none.
+        methods, headers: that their requests may have; "*": all.
     """
 
     origins: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class Cors:
 
     @web.middleware
     async def answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Around each request: answers a browser that asks first; it shows no key then."""
+        """A middleware that answers preflight requests, in which a browser shows no key."""
         wanted = request.headers.get("Access-Control-Request-Method")
         origin = request.headers.get("Origin")
         if request.method != "OPTIONS" or wanted is None or origin is None:
@@ -67,7 +67,7 @@ class Cors:
 
 
 def read_list(text: str) -> tuple[str, ...]:
-    """One value of an option, or several as vLLM's options have them: in JSON. Raises ValueError."""
+    """One value of an option, or several in a JSON list, as vLLM's options take them. Raises ValueError."""
     if not text.startswith("["):
         return (text,)
     try:

@@ -6,18 +6,18 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
-# Where P computes the prompt, and where one instance does all there is.
+# Endpoints where P computes the prompt, and those where one instance does everything.
 PAIRED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"})
 SINGLE = frozenset({"/v1/embeddings", "/tokenize", "/detokenize", "/v1/messages/count_tokens"})
-# Of these, where an engine computes nothing.
+# Of SINGLE, those where the engine computes nothing.
 UNCOMPUTED = SINGLE - {"/v1/embeddings"}
-# The streams in which each event has a name, errors too.
+# Endpoints in whose streams each event has a name, error events too.
 NAMED_EVENTS = frozenset({"/v1/messages", "/v1/responses"})
 
 # Headers.
 
 REQUEST_ID = "X-Request-Id"
-# Under which the client's own id reaches the instances, for their logs.
+# The client's own id, on its way to the instances, for their logs.
 CLIENT_ID = "X-Client-Request-Id"
 PRIORITY = "X-Vllm-Priority"
 REPLICA = "X-data-parallel-rank"
@@ -47,8 +47,8 @@ _SENTENCES = {
 
 
 class ProxyError(Exception):
-    """A request that ends with an error of this proxy's own; if it is the `last` one this connection is not
-    used any more. `retry_after`: for a 429, seconds; else 0."""
+    """Ends a request with an error of this proxy's own. `last`: its connection is then closed.
+    `retry_after`: seconds, for a 429; else 0."""
 
     def __init__(self, status: int, message: str, *, last: bool = False, retry_after: int = 0) -> None:
         super().__init__(message)
@@ -56,7 +56,7 @@ class ProxyError(Exception):
 
 
 def retry_after() -> dict[str, str]:
-    """For a 503: every living instance pings within 3 s, and not all clients shall come back at once."""
+    """Headers of a 503: every living instance pings within 3 s, and clients should not all return at once."""
     return {"Retry-After": str(random.randint(3, 6))}
 
 
@@ -66,7 +66,7 @@ def error_json(status: int, message: str) -> bytes:
 
 
 def error_event(status: int, message: str, *, named: bool = False) -> bytes:
-    """The same as an event, for a stream that has already begun; `named`: its events have names."""
+    """The error as an event of a stream that has already begun; `named`: its events have names."""
     body = error_json(status, message)
     if named:
         return b'event: error\ndata: {"type":"error",' + body[1:] + b"\n\n"

@@ -1,4 +1,4 @@
-"""The bounds of one proxy, and what it counts of those that were met."""
+"""The bounds of one proxy, and the counters of its requests."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ class Limits:
     """Bounds of one proxy, each given by an option."""
 
     # fmt: off
-    # It should be more than an instance's batch holds, or the batch runs empty.
+    # This should be more than an instance's batch holds, or the batch runs empty.
     max_requests: int = option("--max-requests", 1024, at_least(1), "N",
         "requests under way at each decode instance; others wait")
     max_waiting: int = option("--max-waiting", 1024, at_least(0), "N",
@@ -38,7 +38,7 @@ class Limits:
     resume_bytes: int = option("--resume-mib", "256", mib, "MIB",
         "MiB of token ids held for --resume-limit; answers beyond it do not go on")
     resume_bytes_each: int = 2 << 20
-    """The same of one answer; no option."""
+    """The same for one answer; no option sets it."""
     alone_share: float = option("--alone-share", 0.25, share, "SHARE",
         "share of each decode instance's --max-requests for requests whose prompts it computes, because no "
         "prefill instance can or because they are short")
@@ -60,7 +60,7 @@ class Limits:
 
     @property
     def decode_alone(self) -> int:
-        """How many places `alone_share` is: at least one, unless it is 0."""
+        """Places of a D for prompts that it computes alone: at least one, unless `alone_share` is 0."""
         return max(1, int(self.max_requests * self.alone_share)) if self.alone_share > 0 else 0
 
 

@@ -1,4 +1,4 @@
-"""The options of `p2pkv-proxy`: how each is read and checked, and what the proxy is built from."""
+"""The options of `p2pkv-proxy`: how each is read and checked, and the objects made of them."""
 
 import argparse
 import resource
@@ -60,7 +60,7 @@ def read(
 
 
 def keys(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Those of which a client has to show one; without any, all may ask."""
+    """The API keys of which a client has to show one; without any, all clients are served."""
     of_tenants = (key for each in (arguments.tenants or {}).values() for key in each.keys)
     return (*arguments.api_key, *of_tenants)
 

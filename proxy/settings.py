@@ -1,4 +1,4 @@
-"""Options from a file and from the environment, for those that the command line does not give.
+"""Options from the environment and from a file, where the command line does not give them.
 
 The command line comes first, then the environment, then the file, then the default. Every option of a parser
 can be given in each of these ways, under the same name:
@@ -24,8 +24,8 @@ T = TypeVar("T")
 PREFIX = "P2PKV_PROXY_"
 FILE_OPTION = "--config"
 
-# Beside a service that is called p2pkv-proxy Kubernetes sets P2PKV_PROXY_PORT=tcp://..., and such as
-# P2PKV_PROXY_SERVICE_HOST. They are not meant for us.
+# Where a service is called p2pkv-proxy, Kubernetes sets P2PKV_PROXY_PORT=tcp://... and variables such as
+# P2PKV_PROXY_SERVICE_HOST, which are no options.
 _OF_KUBERNETES = re.compile(rf"{PREFIX}(SERVICE_.*|PORT_.*)")
 _ADDRESS_OF_KUBERNETES = "tcp://"
 _YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
@@ -57,7 +57,7 @@ def parse(
 
 
 _Found = dict[str, tuple[str, Any]]
-"""By option: where it was found, and its value."""
+"""By option: the place where it was found, for errors, and its value."""
 
 
 def _from_file(parser: argparse.ArgumentParser, file: str, options: Iterable[str]) -> _Found:
@@ -77,7 +77,7 @@ def _from_file(parser: argparse.ArgumentParser, file: str, options: Iterable[str
 
 
 def read_toml(path: str) -> dict[str, Any]:
-    """Raises ValueError, with a sentence, if that is no file of TOML."""
+    """Raises ValueError, with a sentence, if the file cannot be read or is not TOML."""
     try:
         with open(path, "rb") as opened:
             return tomllib.load(opened)
@@ -106,7 +106,7 @@ def _from_environment(environ: Mapping[str, str], options: Mapping[str, argparse
 
 
 def _read(action: argparse.Action, value: Any) -> Any:
-    """As from the command line. Raises ArgumentTypeError or ValueError if it could not be there."""
+    """The value as the command line would give it. Raises ArgumentTypeError or ValueError if it is wrong."""
     if action.nargs == 0:
         text = str(value).lower()
         demand(text in (*_YES, *_NO), f"{value!r} is neither true nor false")
@@ -114,7 +114,7 @@ def _read(action: argparse.Action, value: Any) -> Any:
     several = isinstance(action, argparse._AppendAction)
     values = value if isinstance(value, list) else [value]
     if not values and action.dest == "api_key":
-        values = [""]  # so that it is refused: who sets it wants authentication
+        values = [""]  # which is refused: an operator who sets api-key wants authentication
     demand(several or len(values) == 1, "expected one value, not a list")
     read = []
     for each in values:
@@ -140,9 +140,9 @@ def add_option(
     """One option.
 
     Args:
-        default: False for a flag, a list for one that may be repeated; a text is read as if it were given.
-        read: makes its value of a text, or raises ValueError or ArgumentTypeError with a sentence.
-        choices: all that it may be; None for anything that can be read.
+        default: False for a flag, a list for an option that may be repeated; a text is passed to `read`.
+        read: makes the value of a text, or raises ValueError or ArgumentTypeError with a sentence.
+        choices: all allowed values; None: whatever `read` takes.
     """
     if default is False:
         group.add_argument(name, action="store_true", help=what)
@@ -161,7 +161,7 @@ def add_option(
 
 
 def _checked(read: Callable[[str], T]) -> Callable[[str], T]:
-    """The same, with a ValueError's sentence for argparse, which else has one of its own."""
+    """The same function, whose ValueErrors argparse shows with their own sentence."""
 
     def checked(text: str) -> T:
         try:
@@ -173,13 +173,13 @@ def _checked(read: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def option(name: str, default: Any, read: Callable[[str], Any], *more: Any, **others: Any) -> Any:
-    """A field of a dataclass that an option gives, see `add_option`."""
+    """A field of a dataclass that an option sets, see `add_option`."""
     known = {"name": name, "more": (default, read, *more), "others": others}
     return field(default=read(default) if isinstance(default, str) else default, metadata=known)
 
 
 def add_fields(group: argparse._ActionsContainer, kind: type[Any], **choices: Collection[str]) -> None:
-    """The options of this dataclass; `choices`: of fields whose options do not name them."""
+    """Adds the options of this dataclass; `choices`: for fields whose `option` names none."""
     for each in fields(kind):
         if known := each.metadata:
             others = {"choices": choices.get(each.name), **known["others"]}
@@ -187,7 +187,7 @@ def add_fields(group: argparse._ActionsContainer, kind: type[Any], **choices: Co
 
 
 def made(kind: type[T], arguments: argparse.Namespace) -> T:
-    """The dataclass, with the values that its options have."""
+    """An object of this dataclass, with the values of its options."""
     names = {each.name: each.metadata["name"] for each in fields(kind) if each.metadata}  # type: ignore[arg-type]
     given = {name: getattr(arguments, flag[2:].replace("-", "_")) for name, flag in names.items()}
     return kind(**given)
@@ -229,13 +229,13 @@ def share(text: str) -> float:
 
 
 def demand(good: object, sentence: str) -> None:
-    """Of a value. Raises ArgumentTypeError."""
+    """Raises ArgumentTypeError with this sentence if the value is not good."""
     if not good:
         raise argparse.ArgumentTypeError(sentence)
 
 
 def float_of(text: str) -> float:
-    """-1 for what is no number: nothing that is read so may be below zero."""
+    """The number; -1 if it is none, as no value that is read with this may be below zero."""
     try:
         return float(text)
     except ValueError:

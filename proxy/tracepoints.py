@@ -1,4 +1,4 @@
-"""Where `p2pkv waterfall` looks at a request in the proxy: see `p2pkv.stamps`."""
+"""Where the proxy stamps a request for `p2pkv waterfall`: see `p2pkv.stamps`."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from .upstream import Call
 
 
 def install(stamps: Stamps) -> None:
-    """In the proxy's process, before it serves."""
+    """Patches the functions that stamp; to be called once, before the proxy serves."""
     begins, begin, whole, send = RequestRecord.begins, Call.begin, Call.read_answer, Relay._send
 
     def begun(record: RequestRecord, choice: Any, unique: str) -> None:

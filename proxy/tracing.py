@@ -1,8 +1,7 @@
-"""What is said of requests while they run: lines of the log, as text or as JSON, and spans, by OpenTelemetry
-where it is installed and wanted.
+"""The log, as text or as JSON, and the spans of requests, by OpenTelemetry where it is installed and wanted.
 
-Without it the client's own `traceparent` reaches the instances as every other header does. With it they get
-ours, so that their spans lie below the span of the call that caused them.
+Without OpenTelemetry the client's own `traceparent` reaches the instances, as any other header does. With it
+they get the proxy's, so that their spans lie below the span of the call that caused them.
 """
 
 import json
@@ -17,7 +16,7 @@ from .http import Headers
 from .membership.instance import ROLE_NAMES, Instance, Role
 from .metrics import CURRENT, EndOfCall, RequestRecord, RequestSpan
 
-# For one batch, retries included: so long the proxy's end may wait for a collector that is gone.
+# For one batch of spans, retries included: the proxy's stop may wait so long for a collector that is gone.
 _EXPORT_SECONDS = 2.0
 
 
@@ -26,7 +25,7 @@ class NoTracing(Exception):
 
 
 class Spans:
-    """Sends spans to a collector. `endpoint`: where it takes OTLP over HTTP, such as
+    """Sends spans to the collector at `endpoint`, which takes OTLP over HTTP, such as
     http://127.0.0.1:4318/v1/traces. Raises NoTracing if OpenTelemetry is not installed."""
 
     def __init__(self, endpoint: str) -> None:
@@ -101,7 +100,7 @@ def set_up_logging(level: str, form: str) -> None:
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line, with the ids of the request that it is about, if it is about one."""
+    """One JSON object per line, with the ids of the request that the line is about, if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.fromtimestamp(record.created, UTC)
