@@ -1,18 +1,18 @@
 """Who is to blame when a call to an instance ends, and what becomes of its request. No IO, no state.
 
-`assign_blame` is the one place in which this is decided. Its rows:
+`assign_blame` alone decides this, by these rules:
 
-- A client's mistake is a 4xx of D, which answers the client and so decides. What P refuses and D accepts is
-  served without this P. The P is charged if it denies access that D grants (it has another key), or if
-  another P accepts the request (it lacks an adapter, or has a shorter --max-model-len). If every P refuses
-  it, P's part of this request is impossible, and no P is worse for it, or a client could have all paused.
-  Nor is a D whose stream then fails before a token, unless another D answers: vLLM may tell of a mistake so.
-- P's failure before D's first token ends the attempt. In three cases D goes on, and decides: a stopped P lets
-  D know itself; a silent P may be alive; and so may one that pings no more, but whose /health answers.
-- D's first token proves that it has the KV of its prompt. Then P's failure matters only to several prompts.
-- A D that reports itself that it failed, while P has failed, stopped or fallen silent: it lacked P's KV.
-- A D that reports it of a request that was sent twice may have aborted the first one: neither is to blame.
-- What this proxy itself lacks, such as descriptors, is no instance's failure.
+- A 4xx of D is the client's mistake: D answers the client, so D decides. A request that P refuses and D
+  accepts is served without this P. The P is charged if it denies access that D grants (their keys differ),
+  or if another P accepts the request (this one lacks an adapter, or has a shorter --max-model-len). If every
+  P refuses it, none is charged, or a client could have all of them paused. Then a D whose stream fails before
+  a token is charged only if another D answers, as vLLM may report a client's mistake like this.
+- P's failure before D's first token ends the attempt. In three cases D goes on and decides: a stopped P tells
+  D itself; a silent P may be alive; so may one that no longer pings but whose /health answers.
+- D's first token proves that D has its prompt's KV. After it P's failure matters only to further prompts.
+- If D reports a failure while P has failed, stopped or fallen silent, P is to blame: D lacked P's KV.
+- If D reports one for a request that was sent twice, it may have aborted the first: nobody is to blame.
+- What this proxy itself lacks, such as file descriptors, is no instance's failure.
 """
 
 from dataclasses import dataclass
@@ -27,35 +27,35 @@ class CallEnd(Enum):
     NOT_MADE = auto()
     PENDING = auto()
     ACCEPTED = auto()
-    """Not ended: the answer's head, a success, has come."""
+    """Not ended: the head of a successful answer has come."""
     ANSWERED = auto()
     """A success. Of D: its first token has come."""
     REFUSED = auto()
-    """A status of 4xx, other than the next."""
+    """A status of 4xx other than those of DENIED."""
     DENIED = auto()
     """401 or 403: it does not take the client's key."""
     ERROR = auto()
     """Any other status that is no success, or an error in place of the first token."""
     ABORTED = auto()
-    """A success that shows that the instance was stopped before it was done."""
+    """A success, which shows that the instance was stopped before its answer was complete."""
     CLOSED = auto()
     """Its port refused the connection: it has computed nothing."""
     UNREACHABLE = auto()
-    """No connection came about for another reason, perhaps only after seconds."""
+    """No connection could be made, for another reason, which may have taken seconds."""
     NO_SOCKET = auto()
     """This proxy had no descriptor, no port or no memory for a connection."""
     BROKEN = auto()
     """The connection ended before the answer was complete."""
     LATE = auto()
-    """After a deadline that the operator has set."""
+    """The proxy gave it up at a deadline that the operator has set."""
     GONE = auto()
-    """It pings no more, and its port refuses."""
+    """It no longer pings, and its port refuses connections."""
     SILENT = auto()
     """It has neither pinged nor answered /health for a lease."""
     HUNG = auto()
     """It has not pinged for a lease, although it answers /health."""
     STOPPED = auto()
-    """It has sent its goodbye, and its port refuses; or an operator has drained it, and it had its time."""
+    """It has said goodbye, and its port refuses; or an operator drained it, and its move_after is over."""
 
 
 class Blame(Enum):
@@ -104,7 +104,7 @@ class Verdict:
 _FINE = frozenset({CallEnd.NOT_MADE, CallEnd.PENDING, CallEnd.ACCEPTED, CallEnd.ANSWERED})
 REFUSALS = frozenset({CallEnd.REFUSED, CallEnd.DENIED})
 _MAY_BE_ALIVE = frozenset({CallEnd.ABORTED, CallEnd.SILENT, CallEnd.HUNG, CallEnd.STOPPED})
-"""After these P itself, or its silence, lets D know."""
+"""After these D learns it from P itself, or by P's silence."""
 
 
 def assign_blame(
@@ -119,12 +119,12 @@ def assign_blame(
     """What follows when the call to P, or to D, has ended.
 
     Args:
-        other: how far the call to the other one is. A P whose pings have stopped counts as SILENT, and one
-            that has sent its goodbye as STOPPED, even while its call is open; of a stream that is left to D
-            alone a P that was asked before, if one has refused it.
-        begun: bytes of D's answer have gone to the client.
-        one_prompt: D's first token proves that it has all KV.
-        sent_twice: over another connection, because the first one was closed before an answer.
+        other: how far the call to the other instance is. A P whose pings have stopped counts as SILENT, and
+            one that has said goodbye as STOPPED, even while its call is open. For a stream that D serves
+            alone: REFUSED if a P was asked before and refused it.
+        begun: whether bytes of D's answer have gone to the client.
+        one_prompt: whether D's first token proves that D has all KV.
+        sent_twice: whether the request went over a second connection, as the first closed without an answer.
     """
     if end is CallEnd.ANSWERED:
         return Verdict(Blame.NONE, RetryKind.NO if role == "D" else RetryKind.GOES_ON)

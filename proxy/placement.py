@@ -3,17 +3,17 @@
 A request goes one of two ways. `whole`: one instance computes the prompt and decodes the answer. `pair`: one
 computes the prompt and pushes its KV to another, which decodes. The cost of a way is the sum of
 
-- the seconds until this request's answer ends: what is queued where its prompt is computed, the prompt and
-  the hand-over, which count twice where the first token waits for them, and the decode steps, which prompts
-  at the same instance interrupt;
-- the seconds for which its prompt stops other answers that are decoded where it is computed, and those for
-  which prompts will stop its own, times `pause_weight`;
+- the seconds until this request's answer ends: the queue where its prompt is computed, the prompt and the
+  hand-over, which count twice if the first token waits for them, and the decode steps, which prompts at the
+  same instance interrupt;
+- `pause_weight` times the seconds for which its prompt stops answers that are decoded where it is computed,
+  and those for which other prompts will stop its own answer;
 - the seconds by which one more answer in the batch makes the steps of the others longer.
 
-The cheapest way is taken. What the costs are made of is learned for each instance from what the proxy sees
-anyway: when P has answered, when the first token came, and how long an answer of so many tokens took. A cost
-is the sum of one part that depends on where the prompt is computed and one that depends on where the answer
-is decoded, so choosing among n instances takes n steps and not n * n. No IO, no clock: `now` is in seconds.
+The cheapest way is taken. The parts of the costs are learned for each instance from what the proxy sees
+anyway: when P answered, when the first token came, and how long an answer of so many tokens took. One part
+depends only on where the prompt is computed, the other only on where the answer is decoded, so choosing among
+n instances takes n steps and not n * n. No IO, no clock: `now` is in seconds.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ Placement = Literal["pair", "auto"]
 Way = Literal["pair", "whole"]
 
 MAX_COMPARED = 8
-"""Of more instances so many are drawn, some perhaps twice, and compared."""
-# Features are of the order of 1, so that all weights are learned equally fast.
+"""If there are more instances, so many are drawn, some perhaps twice, and compared."""
+# Scales: features are of the order of 1, so that all weights are learned equally fast.
 _TOKENS, _STREAMS, _ANSWER = 256.0, 16.0, 64.0
 _FORGET, _RIDGE = 0.98, 0.05
 _FIRST_TOKEN = 2.0
-"""What a second before the first token counts, where one between later tokens counts 1."""
+"""Cost of a second before the first token; one between later tokens costs 1."""
 _SHARE_SECONDS = 5.0
-"""Over this time the share of an instance's time that prompts take is averaged."""
+"""The share of an instance's time that prompts take is averaged over this time."""
 _RECENT, _SHOWN = 256, 16
 _LEAST_STEPS = 4
-"""Of an answer, before it is learned from."""
+"""The least steps of an answer that is learned from."""
 _REPORT_SECONDS = 6.0
 _FRESH_SECONDS = 2.5
-"""An older report counts no more; while this proxy has prompts there, none older than the second: it would
-have changed, and an engine that hangs must not look idle."""
+"""How old a report may be to count: _FRESH_SECONDS while this proxy has prompts there, as it would have
+changed since then, and an engine that hangs must not look idle; else _REPORT_SECONDS."""
 _ON_ITS_WAY = 0.05
-"""Seconds from the choice of an instance until its scheduler has the request, about."""
+"""About the seconds from the choice of an instance until its scheduler has the request."""
 
 
 class LeastSquares:
-    """A linear prediction, by least squares: each observation counts 2% less than the next one. No weight is
-    below zero, since nothing here gets faster by having more to do; and what the observations do not decide
-    stays near the first `weights`. These are the list's: all that share one have, until they have learned by
-    themselves, what the last of them did."""
+    """A linear prediction by least squares; each observation counts 2% less than the next one. No weight is
+    below zero, as nothing here gets faster by having more to do. What the observations do not decide stays
+    near the first `weights`. Several may share that list: one that has not learned yet has the weights of the
+    last one that did."""
 
     def __init__(self, weights: list[float]) -> None:
         self.weights = self._shared = weights
         self._columns = range(len(self.weights))
         self._products = [[_RIDGE * (row == column) for column in self._columns] for row in self._columns]
-        """Of the features with each other, and in `_seen` with the observations, summed."""
+        """Sums of products of the features with each other, and in `_seen` with the observations."""
         self._first = [_RIDGE * weight for weight in weights]
         self._seen = list(self._first)
 
@@ -76,7 +76,7 @@ class LeastSquares:
         if self.weights is self._shared:
             self._first = [_RIDGE * weight for weight in self._shared]
             self._seen = list(self._first)
-        # One stall of the machine must not decide what is predicted for a minute.
+        # One stall of the machine must not decide the predictions of a minute.
         seen = min(seen, 4.0 * self.predict(*features) + 0.1)
         for row, feature in enumerate(features):
             products = self._products[row]
@@ -88,7 +88,7 @@ class LeastSquares:
         self._shared[:] = self.weights
 
     def _solved(self, used: list[int]) -> list[float]:
-        """The best weights, if those of all columns but these are zero; by Cholesky's elimination."""
+        """The best weights if only those of these columns are not zero, by Cholesky's elimination."""
         rows = [[*(self._products[row][column] for column in used), self._seen[row]] for row in used]
         for at, pivot in enumerate(rows):
             for row in rows[at + 1 :]:
@@ -111,44 +111,44 @@ _NOTHING = WorkloadReport(Workload(), float("-inf"))
 class EngineCosts:
     """What is placed at one instance, and what its work has cost.
 
-    What an instance's scheduler reports has prompts of other proxies, too. Of this proxy's own those count
-    beside it that have been placed since: `_ON_ITS_WAY` before its time, or later. Answers are this proxy's
-    own: a fixed share of all, and known at once. What is not learned yet is as of those that are `like` it.
+    The report of an instance's scheduler includes prompts of other proxies. Of this proxy's own, those are
+    added that were placed after the report, or less than `_ON_ITS_WAY` before it. Answers are only this
+    proxy's: a fixed share of all, and known at once. What is not learned yet is taken from `like` instances.
     """
 
     def __init__(self, like: EngineCosts | None = None) -> None:
         self.prompt: LeastSquares = LeastSquares(like.prompt.weights if like else [0.01, 0.05, 0.02])
-        """Seconds of a prompt: of any, for each 256 tokens, and for these with 16 answers beside them."""
+        """Seconds of a prompt: for any, more for each 256 tokens, and more for these beside 16 answers."""
         self.step: LeastSquares = LeastSquares(like.step.weights if like else [0.02, 0.01, 0.05])
-        """Seconds between two tokens of an answer: of any, for each 16 answers, and by the share of its time
-        that prompts took."""
+        """Seconds between two tokens of an answer: for any, more for each 16 answers, and more by the share
+        of the instance's time that prompts took."""
         self.hand_over: LeastSquares = LeastSquares(like.hand_over.weights if like else [0.02, 0.005])
-        """Seconds from P's answer to D's first event: of any, and for each 256 tokens."""
+        """Seconds from P's answer to D's first event: for any, and more for each 256 tokens."""
         self.answers = self.tokens = 0
-        """Answers that were placed here to be decoded, begun or not; and the prompts' tokens."""
+        """Answers placed here to be decoded, begun or not; and the tokens of the prompts in the queue."""
         self._queue: deque[QueuedPrompt] = deque()
-        """The prompts that are not computed yet, the oldest first."""
+        """This proxy's prompts that are not computed yet, the oldest first."""
         self.report = self._reported = _NOTHING
-        """The last report, and what is left of it."""
+        """The last report, and the report that still counts."""
         self._new = 0, 0, 0.0
         """Of the queue, how many are not in the report, their tokens, and when the first was placed."""
         self._since = 0.0
-        """When it began with the prompt that it computes now."""
+        """When the instance began with the prompt that it computes now."""
         self._computed = 0.0
-        """Seconds that all prompts so far took."""
+        """Seconds that all prompts so far took together."""
         self._share, self._shared = 0.0, 0.0
         self._area, self._counted = 0.0, 0.0
         """Answers under way, summed over time; and up to when."""
 
     def prompt_seconds(self, tokens: float, prompts: float = 1.0) -> float:
-        """Seconds to compute `prompts` with so many tokens together."""
+        """Seconds to compute so many `prompts`, which have so many tokens together."""
         any_prompt, tokens_alone, beside = self.prompt.weights
         more = tokens_alone + beside * self.answers / _STREAMS
         return any_prompt * prompts + more * tokens / _TOKENS
 
     def queued_seconds(self, now: float) -> float:
-        """Until all prompts that are here now are computed. One that is overdue may take as long again, so
-        that an engine that hangs does not look idle."""
+        """Seconds until all prompts that are here now are computed. One that is overdue by a time is taken to
+        need the same time again, so that an engine that hangs does not look idle."""
         if self._reports(now):
             return self._waiting(now)[2]
         if not self._queue:
@@ -157,14 +157,14 @@ class EngineCosts:
         return self.prompt_seconds(self.tokens, len(self._queue)) - first + abs(first - since)
 
     def _reports(self, now: float) -> bool:
-        """Whether there is a report that counts."""
+        """Whether its last report is recent enough to count."""
         return now - self.report.at < (_FRESH_SECONDS if self._queue else _REPORT_SECONDS)
 
     def _waiting(self, now: float) -> tuple[float, float, float]:
-        """How many prompts are here now, their tokens, and how many seconds these take: what time has left of
-        the last report, and of the prompts that are not in it."""
+        """How many prompts are here now, their tokens, and the seconds they take: what should be left by now
+        of the last report, and of the prompts that are not in it."""
         work, begun, (count, size, first) = self._reported.work, self._since, self._new
-        any_prompt, token_alone, beside = self.prompt.weights  # as prompt_seconds, without its calls
+        any_prompt, token_alone, beside = self.prompt.weights  # prompt_seconds, written out for speed
         each = (token_alone + beside * self.answers / _STREAMS) / _TOKENS
         prompts = tokens = left = 0.0
         if work.prompts:
@@ -194,8 +194,8 @@ class EngineCosts:
         return prompt.placed > self.report.at - _ON_ITS_WAY
 
     def prefill_share(self, now: float, queued: float | None = None) -> float:
-        """Of its time that prompts take, lately and next: `queued` are so many seconds. None: this proxy's
-        own, so that the shares of all proxies add up."""
+        """The share of its time that prompts take, lately and next. `queued`: seconds of prompts that wait;
+        None: only this proxy's, so that the shares of all proxies add up."""
         if queued is None:
             queued = self.prompt_seconds(self.tokens, len(self._queue))
         return min(1.0, self._past_share(now) + queued / _SHARE_SECONDS)
@@ -221,8 +221,8 @@ class EngineCosts:
         self._count()
 
     def prompt_computed(self, prompt: QueuedPrompt, now: float, *, learn: bool = True) -> None:
-        """It took the time since the last, as prompts are computed in order; or, where other proxies' may
-        have been between, since it came, with all that were there then."""
+        """The prompt took the time since the one before, as they are computed in order. Where prompts of
+        other proxies may lie between, it took the time since it came, with all that were there then."""
         seconds = now - self._since
         if self._is_new(prompt):
             self._reported = _NOTHING
@@ -237,7 +237,7 @@ class EngineCosts:
         self._since = now
 
     def marks(self, now: float) -> tuple[float, float, float]:
-        """What `answer_ended` compares: now, and the sums so far."""
+        """For `answer_ended`: now, the seconds of prompts so far, and the answers summed over time so far."""
         return now, self._computed, self._area + self.answers * (now - self._counted)
 
     def count_answers(self, more: int, now: float) -> None:
@@ -246,7 +246,7 @@ class EngineCosts:
         self.answers += more
 
     def answer_ended(self, steps: int, begun: tuple[float, float, float], now: float) -> None:
-        """An answer that began at these marks took so many steps."""
+        """An answer of so many steps has ended, which began at these `marks`."""
         ended = self.marks(now)
         lasted, prompts, area = (late - early for early, late in zip(begun, ended, strict=True))
         if steps >= _LEAST_STEPS and lasted > 0.0:
@@ -261,12 +261,12 @@ class QueuedPrompt:
     tokens: int
     placed: float
     among: tuple[float, float] | None = None
-    """How many prompts were there then, with this one, and their tokens; None if nothing is reported."""
+    """How many prompts were there then, with this one, and their tokens; None without a report."""
 
 
 class Prediction(NamedTuple):
-    """Why a request goes its way: the seconds until its first token, and the costs of this way and of the
-    cheapest of the other kind, if there is one."""
+    """Why a request goes its way: predicted seconds until its first token, the cost of this way, and that of
+    the cheapest way of the other kind; None if there is none."""
 
     way: Way
     first_token: float
@@ -274,7 +274,7 @@ class Prediction(NamedTuple):
     other: float | None = None
 
     def error(self, seen: float) -> float:
-        """How far off the first token was, as a share of the seconds that it took."""
+        """By how much the first token missed the prediction, as a share of the seconds that it took."""
         return abs(self.first_token - seen) / max(seen, 1e-3)
 
 
@@ -282,8 +282,8 @@ OnError = Callable[[Prediction, float], object]
 
 
 class PlacedRequest:
-    """One request, from its placement to its end, whose instances learn from it. Without a prediction only
-    its answer counts, since nothing is known of its prompt. What is reported, at any time, counts once."""
+    """One request from its placement to its end, from which its instances' costs are learned. Without a
+    prediction only its answer counts, as nothing is known of its prompt. Each event counts only once."""
 
     def __init__(
         self,
@@ -303,13 +303,13 @@ class PlacedRequest:
         self._decode.count_answers(1, now)
 
     def computed(self, now: float, *, learn: bool = True) -> None:
-        """P has answered; not to `learn`: it should have by the prediction, and nothing shows when it has."""
+        """P has computed the prompt; not to `learn`: only the prediction says so, as nothing shows it."""
         if self._queued is not None:
             queued, self._queued, self._computed = self._queued, None, now
             self._prefill.prompt_computed(queued, now, learn=learn)
 
     def first_token(self, now: float) -> None:
-        """The client has its first token: P's, if D has said nothing yet."""
+        """The client has its first token; it is P's if D has sent nothing yet."""
         if self._prediction is None or self._shown or self._left:
             return
         self._shown = True
@@ -321,7 +321,7 @@ class PlacedRequest:
         self._costs.on_error(self._prediction, now - self._at)
 
     def decodes(self, now: float) -> None:
-        """The first event has come from where the answer is decoded."""
+        """The first event has come from the instance that decodes the answer."""
         if self._begun is not None or self._left:
             return
         self._begun = self._decode.marks(now)
@@ -336,7 +336,7 @@ class PlacedRequest:
             self._costs.answer_steps += 0.05 * (steps - self._costs.answer_steps)
 
     def leave(self, now: float) -> None:
-        """It has nothing more at these instances."""
+        """The request has left these instances."""
         if self._left:
             return
         self._left = True
@@ -351,10 +351,10 @@ class PlacementCosts:
     """What all instances have cost, and the cheapest way for a request.
 
     Attributes:
-        pause_weight: what a second for which answers stop counts, beside one of waiting for one.
-        on_error: called with each prediction and the seconds that came, of which `latest` has the last ones.
+        pause_weight: cost of a second for which an answer stops; one of waiting for an answer costs 1.
+        on_error: called with each prediction and the seconds that it took; `latest` has the last of these.
         answer_steps: tokens of an answer after its first, on average.
-        from_prefill: share of the first tokens that were P's, of pairs; they have not waited for D.
+        from_prefill: share of the pairs' first tokens that came from P, and so did not wait for D.
     """
 
     pause_weight: float = 0.1
@@ -366,7 +366,7 @@ class PlacementCosts:
     dice: random.Random = field(default_factory=random.Random)
     _engines: WeakKeyDictionary[Instance, EngineCosts] = field(default_factory=WeakKeyDictionary)
     _alike: dict[tuple[str, int], EngineCosts] = field(default_factory=lambda: defaultdict(EngineCosts))
-    """What those of one model and size share: one that is new would get nothing if it seemed slower."""
+    """Costs shared by instances of one model and size: a new one that seemed slower would get no requests."""
 
     def of(self, instance: Instance) -> EngineCosts:
         found = self._engines.get(instance)
@@ -378,7 +378,7 @@ class PlacementCosts:
         return found
 
     def status(self) -> dict[str, Any]:
-        """For /status: how far off the latest predictions were, and why the last ways were taken."""
+        """For /status: how far off the latest predictions were, and why the last ways were chosen."""
         errors = [prediction.error(seen) for prediction, seen in self.latest]
         latest = [*self.latest][-_SHOWN:]
         return {
@@ -398,13 +398,13 @@ class PlacementCosts:
         near: Callable[[Instance], Sequence[Instance]] | None = None,
     ) -> tuple[Instance, Instance, Prediction] | None:
         """Where the prompt is computed and where the answer is decoded, the same instance for `whole`; None
-        if no two match and none may serve it whole. `decode_alone`: prompts that a D may have to compute.
-        `near`: the decoders with a link to an instance; None if all have or may have one."""
+        if no two match and none may serve it whole. `decode_alone`: how many prompts a D may compute alone.
+        `near` gives the decoders with a link to an instance; None if all have or may have one."""
         looked = self._looked(prefillers, now)
         prompts = {p: self._prompt_part(at, queued, tokens - cached.get(p, 0)) for p, at, queued in looked}
         there = looked if decoders is prefillers else self._looked(decoders, now)
         pairs, whole, answers = [], [], self._answers(there, tokens, now)
-        # The second one is for where the first one is the best to decode, too.
+        # The second best counts if the best for the prompt is also the best for the answer.
         for prefill, (cost, seconds) in sorted(prompts.items(), key=_COST)[: 1 if near else 2]:
             at_hand = self._answers(self._looked(near(prefill), now), tokens, now) if near else answers
             for more, turn, late, each, *_ in at_hand:
@@ -426,11 +426,11 @@ class PlacementCosts:
 
     @property
     def _hand_over_counts(self) -> float:
-        """What a second of a hand-over counts: behind P's token it is one between tokens."""
+        """Cost of a second of a hand-over: after P's token it is one between tokens."""
         return _FIRST_TOKEN - self.from_prefill * (_FIRST_TOKEN - 1.0)
 
     def _prompt_part(self, engine: EngineCosts, queued: float, new: int) -> tuple[float, float]:
-        """The part of the cost that depends on where the prompt is computed, and the seconds until it is."""
+        """The part of the cost that depends on where the prompt is computed, and seconds until it is."""
         prompt = engine.prompt_seconds(new)
         seconds = queued + prompt
         return _FIRST_TOKEN * seconds + self.pause_weight * engine.answers * prompt, seconds
@@ -444,8 +444,8 @@ class PlacementCosts:
         return sorted(found, key=_ORDER)
 
     def _answer_part(self, engine: EngineCosts, tokens: int, share: float) -> tuple[float, float]:
-        """The part of the cost that depends on where the answer is decoded, with the share of its time that
-        prompts take there, and the seconds of a hand-over to there."""
+        """The part of the cost that depends on where the answer is decoded, and the seconds of a hand-over to
+        there. `share`: of its time that prompts take there."""
         step, longer, stopped = engine.step.weights
         step += longer * (2 * engine.answers + 1) / _STREAMS  # of this answer, and more of the others
         stopped *= share * (1.0 + self.pause_weight)
@@ -453,7 +453,7 @@ class PlacementCosts:
         return self.answer_steps * (step + stopped), late + later * tokens / _TOKENS
 
     def some(self, instances: Sequence[Instance]) -> Sequence[Instance]:
-        """Those that `cheapest` shall compare."""
+        """The instances that `cheapest` shall compare."""
         if (count := len(instances)) > MAX_COMPARED:
             draw = self.dice.random
             return [instances[at] for at in {int(draw() * count) for _ in range(MAX_COMPARED)}]

@@ -1,10 +1,10 @@
-"""What a policy knows of a request, and the policies that look further than at how much there is to do.
+"""What a policy knows of a request, and the policies that look at more than how busy instances are.
 
 A new policy is a class here and a line in `POLICIES` in routing.py. `prefix_aware` sends prompts that begin
-alike to one instance, which has their KV in its cache: vLLM finds it there by a chain of hashes, each over a
+alike to one instance, which then has their KV in its cache: vLLM finds it by a chain of hashes, each over a
 block and the hash before it. The proxy has no tokenizer, so its chain (`Prompt.chain`) is over pieces of the
 text, or of the token ids if the client sends these. Equal chains mean equal beginnings, for the same model.
-What an instance still has in its cache the proxy can only guess, from what it has sent there.
+The proxy can only guess what an instance still has in its cache, from what it has sent there.
 """
 
 import hashlib
@@ -54,12 +54,12 @@ class RoutingRequest:
     """What routing knows of a request.
 
     Attributes:
-        model: that it names; None if it names none.
-        session: to which it belongs; "" if it names none.
-        tenant: whose it is, for the queue; None if there are no tenants.
-        base: the base model of those that serve it, with a tenant; "" if that is not known.
-        asked: tokens of its answer at most, with a tenant; 0 if it does not say.
-        only: the D that has what it goes on with; None if any may serve it.
+        model: the name in the request; None if it names none.
+        session: the session in its header; "" if it names none.
+        tenant: whose request it is, for the queue; None if the proxy has no tenants.
+        base: with a tenant, the base model of the instances that serve it; "" if that is not known.
+        asked: with a tenant, the most tokens of the answer; 0 if the request names no bound.
+        only: the D that has the response it goes on with; None if any D may serve it.
     """
 
     model: str | None = None
@@ -72,19 +72,19 @@ class RoutingRequest:
 
 
 class Pick(NamedTuple):
-    """One of the candidates; `cached`: tokens of the prompt that it has been given before."""
+    """The chosen instance; `cached`: tokens of the prompt that it has been given before."""
 
     instance: Instance
     cached: int = 0
 
 
 class Policy:
-    """Picks one of at least one candidate, all P's or all D's."""
+    """Picks one of the candidates: at least one, all P's or all D's."""
 
     help: ClassVar[str]
     """Which one it picks, for `--help`."""
     knows_prompts: ClassVar[bool] = False
-    """Whether `cached` has something to return."""
+    """Whether `cached` may return anything."""
 
     def __init__(self, routing: Routing | None = None) -> None:
         """For a proxy with these options."""
@@ -93,17 +93,17 @@ class Policy:
         raise NotImplementedError
 
     def cached(self, candidates: Sequence[Instance], request: RoutingRequest) -> dict[Instance, int]:
-        """Tokens of the prompt that each has been given before; those that are left out have none."""
+        """Tokens of the prompt that each candidate has been given before; left out where there are none."""
         return {}
 
     def with_holder(
         self, some: Sequence[Instance], candidates: Sequence[Instance], request: RoutingRequest
     ) -> Sequence[Instance]:
-        """Some of the candidates, and the one that has been given most of the prompt."""
+        """`some` of the candidates, and the candidate that has been given the most of the prompt."""
         return some
 
     def remember(self, instances: Iterable[Instance], request: RoutingRequest) -> None:
-        """Notes that these are given the prompt, by another choice."""
+        """Notes that these instances are given the prompt, where the policy did not choose them."""
 
 
 _LONG_SESSION = 256
@@ -111,9 +111,9 @@ _LONG_SESSION = 256
 
 
 class ConsistentHash(Policy):
-    """The same one for all requests of a session, by rendezvous hashing: each session has an order of its own
-    of all instances, and goes to the first that there is. When one comes or goes, only its own sessions move.
-    Without a session this is `least_loaded`."""
+    """The same one for all requests of a session, by rendezvous hashing: each session orders all instances in
+    its own way and goes to the first that is there. If one comes or goes, only its own sessions move. Without
+    a session this is `least_loaded`."""
 
     help = "the same one for all requests with the same value of --session-header"
 
@@ -127,28 +127,28 @@ class ConsistentHash(Policy):
 
 
 def _affinity(session: str, instance: Instance) -> float:
-    """Drawn for each session and instance; an instance of twice the size is first twice as often."""
+    """A number drawn for each session and instance; an instance of twice the size is first twice as often."""
     drawn = hashlib.blake2b(f"{instance.name}\0{session}".encode(errors="replace"), digest_size=8).digest()
     between_0_and_1 = (int.from_bytes(drawn) + 0.5) / 2**64
     return -instance.ping.tp_size / math.log(between_0_and_1)
 
 
 MAX_HOLDERS = 32
-"""Instances that are remembered for one piece."""
+"""The most instances that are remembered for one piece."""
 _EACH, _EVERY = 32, 8
-"""Of a prompt each of so many pieces is remembered, and after those every eighth: a long prompt would cost
-the proxy four times as much memory and time, to know by 64 tokens and not by 512 what is cached."""
+"""The first 32 pieces of a prompt are remembered, and then every eighth: else a long prompt would cost four
+times as much memory and time, only to know what is cached in steps of 64 and not of 512 tokens."""
 
 _WEIGHT_OF_NEW = 2
-"""Of tokens that an instance has to compute for a prompt, beside those that it has to compute before: they
-hold up this request, and one that comes after it. With 1, the turn of a conversation that comes while the one
-before is computed goes elsewhere as readily, and all of it is computed twice."""
+"""Weight of the tokens that an instance has to compute for this prompt, beside those that it computes before
+them: they hold up this request, and the next. With 1, a conversation's turn that comes while the turn before
+is computed would as easily go elsewhere, where all of it is computed again."""
 
 
 class PrefixAware(Policy):
-    """The one that has the least to do: what it has already, and twice what it has not been given before of
-    this prompt. So requests with one beginning go to one instance, until that has much more to do than
-    another, which has to compute all of it. Where no instance has been given it this is `least_loaded`."""
+    """The one with the least to do: what it has already, and twice what it has not been given before of this
+    prompt. So requests with the same beginning go to one instance, until that has much more to do than
+    another, which has to compute all of it. For a new beginning this is `least_loaded`."""
 
     help = (
         "the one that has lately been given a prompt with the same beginning, and so may have that in its "
@@ -160,7 +160,7 @@ class PrefixAware(Policy):
         self._index = PrefixIndex((routing or Routing()).prefix_memory)
         self._candidates: Sequence[Instance] = ()
         self._by_cache: dict[Hashable, Instance] = {}
-        """Of the candidates that `with_holder` was last given, mostly the same ones."""
+        """The candidates by cache; kept, as `with_holder` mostly gets the same ones again."""
 
     def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
         tokens, cached = request.prompt.tokens, self.cached(candidates, request)
@@ -205,10 +205,10 @@ def _pieces(remembered: int) -> int:
 
 
 class PrefixIndex:
-    """Who has lately been given which beginnings of prompts; `capacity`: of links and their holders together.
+    """Who has lately been given which beginnings of prompts; `capacity`: the most pairs of link and holder.
 
-    What was given longest ago is forgotten first, and of one prompt its end before its beginning: so whatever
-    is remembered of a prompt starts where the prompt starts. The same calls give the same answers.
+    What was given longest ago is forgotten first, and a prompt's end before its beginning: so whatever is
+    remembered of a prompt starts at its start. The same calls give the same answers.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -224,8 +224,8 @@ class PrefixIndex:
     def held(self, chain: Chain) -> dict[Hashable, int]:
         """How many pieces of a prompt, from its beginning, each holder has been given, if any."""
         known = list(takewhile(bool, map(self._links.get, chain)))
-        # Who holds a piece holds those before it: so where as many hold two, the later one says who; at
-        # MAX_HOLDERS nearly so.
+        # A holder of a piece holds those before it, too. So two pieces with equally many holders have the
+        # same ones, and the later piece counts (at MAX_HOLDERS nearly so).
         last = {len(holders or ()): depth for depth, holders in enumerate(known, 1)}
         found: dict[Hashable, int] = {}
         for depth in last.values():
@@ -233,7 +233,7 @@ class PrefixIndex:
         return found
 
     def add(self, chain: Sequence[bytes], *given: Hashable) -> None:
-        """These are given a prompt that begins like this."""
+        """The holders `given` get a prompt that begins with this chain."""
         links, to_end = self._links, self._links.move_to_end
         for link in reversed(chain):
             holders = links.setdefault(link, {})

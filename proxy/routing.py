@@ -1,16 +1,16 @@
-"""Which P and which D serve a request: each chosen by a policy of its own.
+"""Which P and which D serve a request: each is chosen by a policy of its own.
 
 A P and a D make a pair only if they serve the same model and fit: see `Instance.matches`.
 
-A request that P should help with goes to the first of these that there is:
+A request that P can help with goes to the first of these that exists:
 
-1. a P in good health, and a D;
-2. a D alone, which computes the prompt itself, while it has a place left of the share for that;
-3. a P in doubt, whose pings or whose last answers failed: better than none.
+1. a healthy P, and a D;
+2. a D alone, which computes the prompt itself, while it has a place left in its --alone-share;
+3. a P in doubt (it is silent, or its breaker is open), and a D: better than none.
 
 An instance of both roles is among the P's and among the D's. If it is the best of both,
-`Router._other_prefill` decides. Among D's, too, those in doubt come last. With `skip_below`, a request with a
-short prompt goes to 2 before 1.
+`Router._other_prefill` decides. D's in doubt come last, too. With `skip_below`, a request with a short prompt
+tries 2 before 1.
 """
 
 import itertools
@@ -48,7 +48,7 @@ class RoundRobin(Policy):
 
 
 class PowerOfTwo(Policy):
-    """So several proxies do not all send their next requests to the same instance."""
+    """Keeps several proxies from sending all their next requests to the same instance."""
 
     help = "two are drawn at random, and of these the one with less to do; for several proxies side by side"
 
@@ -61,7 +61,7 @@ class PowerOfTwo(Policy):
 
 _NONE_SERVES = "No decode instance that serves the model `{}` is ready."
 _BUSIER = 8
-"""Requests that D's with a link to the P may have beyond twice those of the least busy D."""
+"""D's with a link to the P are preferred up to twice the requests of the least busy D, and so many more."""
 
 POLICIES: dict[str, type[Policy]] = {
     "least_loaded": LeastLoaded,
@@ -73,15 +73,15 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 class Unroutable(Exception):
-    """No choice of instances for this request is possible now."""
+    """No instances can be chosen for this request now."""
 
 
 class NoInstance(Unroutable):
-    """No instance can serve it; the message names those that are missing."""
+    """No instance can serve it; the message says which role is missing, and why."""
 
 
 class Full(Unroutable):
-    """Those that can serve it have as many requests as they take."""
+    """All instances that can serve it have as many requests as they take."""
 
 
 class DecodeAloneFull(Full):
@@ -89,28 +89,28 @@ class DecodeAloneFull(Full):
 
 
 class UnknownModel(Unroutable):
-    """Several models are served here, and none of them under this name."""
+    """Several models are served here, but none with this name."""
 
 
 class PrefillMode(Enum):
     """What P does for a request."""
 
-    NONE = auto()  # D has to do it by itself
-    WANTED = auto()  # P computes the prompt, or D alone if none can
-    NEEDED = auto()  # P computes the prompt, and D does not in its place
+    NONE = auto()  # nothing: P cannot help
+    WANTED = auto()  # P computes the prompt; if no P can, D alone does
+    NEEDED = auto()  # P computes the prompt; D never does in its place
     UNAVAILABLE = auto()  # no P can: D alone, within its share
     SKIP_IF_SHORT = auto()  # if the prompt is short: D alone, within its share; else as WANTED
 
 
 class Choice(NamedTuple):
-    """Which instances serve one request; `prefill` is None where D does it alone.
+    """Which instances serve one request; `prefill` is None where D serves it alone.
 
     Attributes:
-        prefill_unavailable: P would have helped, and none could.
-        prefill_skipped: P could have helped, and D has too few tokens of the prompt to compute for that.
-        prefill_tokens: of the prompt, that P has to compute, as far as the proxy knows.
-        single_instance: an instance of both roles serves the request by itself, as the best P and the best D.
-        prediction: why `auto` has chosen this; None if it has not.
+        prefill_unavailable: a P was wanted, and none could help.
+        prefill_skipped: a P could have helped, but D has too few tokens of the prompt to compute for that.
+        prefill_tokens: tokens of the prompt that P has to compute, as far as the proxy knows.
+        single_instance: an instance of both roles is the best P and the best D, and serves it alone.
+        prediction: why `--placement auto` chose these; None if it did not.
     """
 
     prefill: Instance | None
@@ -123,7 +123,7 @@ class Choice(NamedTuple):
 
     @property
     def in_share(self) -> bool:
-        """Whether it takes a place of D's share for prompts that it computes in a P's place."""
+        """Whether it takes one of D's places for prompts that D computes in a P's place."""
         return self.prefill_unavailable or self.prefill_skipped
 
     @property
@@ -133,7 +133,7 @@ class Choice(NamedTuple):
 
 @dataclass(eq=False)
 class _Fleet:
-    """The instances for one model, without those to `avoid`, for as long as nothing changes about them."""
+    """The instances for one model, without those to avoid; valid until something changes about them."""
 
     _of: "FleetCache"
     _model: str | None
@@ -145,7 +145,7 @@ class _Fleet:
 
     @cached_property
     def decoders(self) -> Sequence[Instance]:
-        """The best D's for a request without P. Raises NoInstance."""
+        """The best D's for a request that no P helps with. Raises NoInstance."""
         return _best(_without(self._decoders, self._avoid), self._now)
 
     @cached_property
@@ -160,7 +160,7 @@ class _Fleet:
 
     @cached_property
     def healthy(self) -> bool:
-        """Whether a P that could make a pair is well. Raises NoInstance or UnknownModel if there is none."""
+        """Whether a P that could make a pair is healthy. Raises NoInstance or UnknownModel if none could."""
         return bool(_healthy(self._matching_prefillers, self._now))
 
     @cached_property
@@ -171,7 +171,7 @@ class _Fleet:
 
     @cached_property
     def linked_pairs(self) -> LinkedPairs | None:
-        """Which pairs of `pair` have links; None if that is no matter."""
+        """Which pairs of `pair` have links; None if that does not matter."""
         return LinkedPairs.of(*self.pair) if self.all_match else None
 
     @cached_property
@@ -181,10 +181,10 @@ class _Fleet:
 
 
 class FleetCache:
-    """What is computed of all instances once, and not for each request: until one comes, goes, or changes.
+    """What is computed from all instances once, not for each request, until one comes, goes or changes.
 
-    Time changes some by itself: one that does not ping becomes silent, at `_until` at the earliest. Those
-    that are silent or have an open breaker are few: how they are is looked up each time.
+    Time alone makes an instance silent that does not ping, at `_until` at the earliest. Those that are silent
+    or have an open breaker are few: their state is compared for each request.
     """
 
     def __init__(self, registry: Registry, now: float) -> None:
@@ -197,7 +197,7 @@ class FleetCache:
         self.prefillers = registry.routable("P", now)
         self.decoders = registry.routable("D", now)
         self.bases: dict[str, str] = {}
-        """By the name of a model or adapter, the base model of a D that serves it."""
+        """By name of a model or adapter: the base model of a D that serves it."""
         for each in self.decoders:
             self.bases |= dict.fromkeys(each.names, each.ping.model or min(each.names, default=""))
         contexts = [each.context for each in self.decoders]
@@ -217,7 +217,7 @@ class FleetCache:
         )
 
     def knows(self, model: str | None) -> bool:
-        """Whether an instance has listed this model, as far as any is known to list models."""
+        """Whether a D lists this model, or no D lists any, or the request names none."""
         return model is None or not self.bases or model in self.bases
 
     def base_of(self, model: str | None) -> str:
@@ -225,7 +225,7 @@ class FleetCache:
         return self.bases.get(model or "") or next(iter(self.bases.values()), "")
 
     def fleet(self, model: str | None, avoid: frozenset[Instance]) -> _Fleet:
-        """For this model, without those to `avoid`. Raises NoInstance or UnknownModel."""
+        """The instances for this model, without those to `avoid`. Raises NoInstance or UnknownModel."""
         if not self.decoders:
             raise NoInstance(_why_none(self.registry, "D"))
         if model not in self.bases:
@@ -233,7 +233,7 @@ class FleetCache:
             if not served and any(model in each.names for each in _everyone(self.registry, self.bases)):
                 raise NoInstance(_NONE_SERVES.format(model))
             if self._alike:
-                model = None  # see `_serving`: as for a request that names none
+                model = None  # as for a request that names none, see `_serving`
         known = None if avoid else self._fleets.get(model)
         if known is None:
             known = _Fleet(self, model, avoid)
@@ -243,12 +243,12 @@ class FleetCache:
 
 
 class Router:
-    """Chooses among the registry's routable instances: P first, among those that match some D with room; then
-    D, among those that match this P; by a policy each.
+    """Chooses among the registry's routable instances, by a policy each: first a P that matches a D with
+    room, then a D that matches this P.
 
     Args:
-        room: requests that one D takes at a time.
-        decode_alone: of those, how many whose prompts it computes in a P's place; 0: none.
+        room: requests that one D takes at a time; None: any number.
+        decode_alone: how many of these may have prompts that D computes in a P's place; 0: none.
     """
 
     def __init__(
@@ -271,14 +271,14 @@ class Router:
         self._by_cost = self.routing.placement == "auto"
 
     def track(self, choice: Choice, now: float) -> PlacedRequest | None:
-        """What placement by cost learns from a request that has been given to these; None without it."""
+        """What placement by cost learns from a request at these instances; None without that placement."""
         if not self._by_cost:
             return None
         prefill, tokens = choice.prefill or choice.decode, choice.prefill_tokens
         return PlacedRequest(self.costs, prefill, choice.decode, tokens, choice.prediction, now)
 
     def first_mode(self, request: RoutingRequest, *, paired: bool) -> PrefillMode:
-        """What P shall do for a new request; `paired`: it can do something."""
+        """What P shall do for a new request; `paired`: P can help with it."""
         if not paired:
             return PrefillMode.NONE
         if self._by_cost:
@@ -295,11 +295,11 @@ class Router:
         mode: PrefillMode = PrefillMode.WANTED,
         avoid: frozenset[Instance] = frozenset(),
     ) -> Choice:
-        """A D for a request, and a P as `mode` says; none of those to `avoid`. Raises Unroutable."""
+        """A D for a request, and a P if `mode` asks for one, none of those to `avoid`. Raises Unroutable."""
         fleet = self._fleet(request, now, avoid)
         prefillers, decoders = self._able(fleet, mode)
         if mode is PrefillMode.SKIP_IF_SHORT and not prefillers:
-            # Those that would compute so few tokens of this prompt that P is not needed.
+            # D's that would have so few tokens of this prompt to compute that P is not needed.
             known, least = self._pick_decode.cached(decoders, request), self.routing.skip_below
             if near := [each for each in decoders if request.prompt.tokens - known.get(each, 0) < least]:
                 decode = self._pick(self._pick_decode, near, request).instance
@@ -319,7 +319,7 @@ class Router:
             decoders = _matching(decoders, [prefill])
         elif fleet.linked_pairs is not None:
             linked = self._linked(fleet.linked_pairs, prefill)
-            # Unless they are much busier than others.
+            # D's with a link, unless they are much busier than others.
             if linked and least_busy(linked).load <= 2 * least_busy(decoders).load + _BUSIER:
                 decoders = linked
         decode = self._pick(self._pick_decode, decoders, request).instance
@@ -331,8 +331,8 @@ class Router:
     def _other_prefill(
         self, decode: Instance, prefillers: Sequence[Instance], request: RoutingRequest
     ) -> Choice:
-        """The best D is the best P, too: another P, so that D's other requests need not wait for this prompt;
-        unless each has as much more to do than D as this prompt is."""
+        """Where the best D is also the best P: another P, so that D's other requests need not wait for this
+        prompt; D alone if every other P is busier than D by at least this prompt."""
         others = list(prefillers)
         others.remove(decode)
         if others:
@@ -354,9 +354,9 @@ class Router:
         some, linked_pairs = self.costs.some, fleet.linked_pairs
         near = (lambda each: some(self._linked(linked_pairs, each) or decoders)) if linked_pairs else None
         few = some(prefillers)
-        if few is not prefillers and policy.knows_prompts:  # who has most of it may not have been drawn
+        if few is not prefillers and policy.knows_prompts:  # the holder may not be among those drawn
             few = policy.with_holder(few, prefillers, request)
-        # Of a pool of both roles the same ones: two choices, and half of the work.
+        # In a pool of both roles the same ones serve for both choices, which halves the work.
         decoding = few if prefillers == decoders else some(decoders)
         every = few if decoding is few else [*few, *decoding]
         cached = policy.cached(every, request) if policy.knows_prompts else {}
@@ -377,7 +377,7 @@ class Router:
         return choice
 
     def _linked(self, linked_pairs: LinkedPairs, prefill: Instance) -> Sequence[Instance]:
-        """Those D's near a P that have room."""
+        """The D's with a link to this P that have room."""
         full, near = self._registry.full, linked_pairs.decoders(prefill)
         return [each for each in near if each not in full] if full else near
 
@@ -407,7 +407,7 @@ class Router:
         return cache.fleet(request.model, avoid)
 
     def _able(self, fleet: _Fleet, mode: PrefillMode) -> tuple[Sequence[Instance], Sequence[Instance]]:
-        """The P's and D's to choose from: at least one D, and a P for each or none. Raises as `choose`."""
+        """The P's and D's to choose from: at least one D, and matching P's or none. Raises Unroutable."""
         if mode is PrefillMode.NONE:
             return [], self._with_room(fleet.decoders)
         if mode is PrefillMode.UNAVAILABLE:
@@ -452,7 +452,7 @@ class Router:
         return self._last
 
     def missing(self, now: float) -> list[str]:
-        """What is missing, in sentences; without a D nothing is served, without a P perhaps by D alone."""
+        """What is missing, in sentences. Without a D nothing is served; without a P D may serve alone."""
         registry, roles = self._registry, ROLES.values()
         absent = [_why_none(registry, role) for role in roles if not registry.routable(role, now)]
         if (served := [each.names for each in registry.routable("D", now)]) and all(served):
@@ -468,13 +468,13 @@ class Router:
         ]
 
     def has_pair(self, now: float) -> bool:
-        """Whether there is a pair for any request at all."""
+        """Whether any routable P and D make a pair."""
         return bool(_matching(self._registry.routable("P", now), self._registry.routable("D", now)))
 
 
 def _everyone(registry: Registry, served: Container[str]) -> list[Instance]:
-    """Those of both roles, and those that left lately; but no P whose base model D's have `served`: what only
-    it has is an adapter."""
+    """All P's and D's, and those that left lately; without P's whose base model is `served` by D's, as what
+    only these P's have is an adapter."""
     everyone = [*registry.known("P"), *registry.known("D"), *registry.lost]
     return [each for each in everyone if each.role != "P" or each.ping.model not in served]
 
@@ -506,8 +506,8 @@ def _why_none_match(prefillers: Sequence[Instance], decoders: Sequence[Instance]
 
 
 def _serving(instances: Sequence[Instance], model: str | None) -> Sequence[Instance]:
-    """Those that serve `model`. If they all serve the same, they are asked even about an unknown name:
-    it may be an adapter that was loaded since, and if not, vLLM's own answer is the best."""
+    """Those that serve `model`; if none does and all serve the same models, all: the name may be an adapter
+    that was loaded since, and if not, vLLM's own error is the best answer. Else raises UnknownModel."""
     serving = [instance for instance in instances if instance.serves(model)]
     if serving or len({instance.names for instance in instances}) <= 1:
         return serving or instances
@@ -521,12 +521,12 @@ def _healthy(instances: Sequence[Instance], now: float) -> Sequence[Instance]:
 
 
 def _best(instances: Sequence[Instance], now: float) -> Sequence[Instance]:
-    """The sound ones; else those that are only silent; else all: better one in doubt than none."""
+    """The healthy ones; else those that are only silent; else all, as one in doubt is better than none."""
     return _healthy(instances, now) or [each for each in instances if each.breaker.admits(now)] or instances
 
 
 def _matching(instances: Sequence[Instance], others: Sequence[Instance]) -> Sequence[Instance]:
-    """Those with whom one of the others could make a pair."""
+    """Those that could make a pair with one of the others."""
     kinds = {other.kind: other for other in others}
     fitting: dict[Kind, bool] = dict.fromkeys(kinds, True)
     for each in instances:
