@@ -1,13 +1,13 @@
 """One attempt to serve a request: by P and D at once, by P and then D, or by D alone.
 
 An attempt calls its instances, passes D's answer on to the client, and returns an `Outcome`: the response,
-who is to blame (blame.py decides), and whether the request may be sent again. Here it is made sure that:
+who is to blame (blame.py decides), and whether the request may be sent again. It ensures that:
 
-- Before D's first token nothing goes to the client, so any failure becomes a whole error response; but for
-  P's token, where it is the answer's first (first_token.py): D is then asked for the rest, or has been asked
-  for all of it, and its failure is that of a stream that has begun.
-- The end of the attempt closes the call to D, and P's, which may go on for a moment if D's answer is
-  complete. So does the client when it leaves, which cancels the handler.
+- Nothing goes to the client before D's first token, so any failure becomes a whole error response. The one
+  exception is P's token where it begins the answer (first_token.py): D is asked for the rest, or was asked
+  for the whole answer, and its failure breaks a stream that has begun.
+- The end of the attempt closes the calls to D and P; P's may go on for a moment if D's answer is complete.
+  A client that leaves ends the attempt, since that cancels the handler.
 """
 
 import asyncio
@@ -43,15 +43,15 @@ logger = logging.getLogger(__name__)
 
 Dispatch = Literal["concurrent", "sequential"]
 
-# How long the end of one call waits for the other one: the news of P's failure, which made D fail, may still
-# be on its way here; and a D that would have to agree with P's refusal may still read the request.
+# After one call ends, how long to wait for the other: the news of P's failure, which made D fail, may still
+# be under way; and after P's refusal D, whose verdict decides, may still read the request.
 _VERDICT_SECONDS = 1.0
 _ANSWERED = assign_blame("D", CallEnd.ANSWERED)
-# After these D's answer is the client's, whatever has become of P.
+# After these ends of D's call the client gets D's answer, whatever has become of P.
 _DECIDED_BY_D = REFUSALS | {CallEnd.ANSWERED}
-# How long P may go on after D's answer is complete: its own last step and response.
+# How long P may go on after D's answer is complete, for its own last step and response.
 _GRACE_SECONDS = 10.0
-# vLLM's message for every failure within its engine, KV that did not come included.
+# vLLM's message for every failure within its engine, such as KV that did not come.
 _NO_REASON = "internal server error"
 _NO_SOCKET = f"This proxy has no file descriptor, port or memory left to call an instance; {AGAIN}"
 
@@ -61,7 +61,8 @@ class Outcome:
     """What became of one attempt.
 
     Attributes:
-        response: what the client gets if there is no other attempt, or has got.
+        response: what the client has got, or gets if no other attempt follows.
+        culprit: the instance that is to blame; None if none is.
     """
 
     response: web.StreamResponse
@@ -76,13 +77,13 @@ class Outcome:
 
     @property
     def uncounted(self) -> bool:
-        """Whether it counts neither as a try nor in the budget of retries: the instance's port refused, so
-        that nothing was computed, or the proxy itself moved the request."""
+        """Whether it counts neither as a try nor in the budget of retries: the instance's port refused the
+        connection, so nothing was computed, or the proxy itself moved the request."""
         return self.moved or self.end is CallEnd.CLOSED
 
 
 class ProxyServices(Protocol):
-    """What all attempts share, see `Proxy`; `background`: P's calls that may outlive their attempt."""
+    """What all attempts share, see `Proxy`. `background`: calls to P that may outlive their attempt."""
 
     session: Client
     clock: Callable[[], float]
@@ -95,22 +96,22 @@ class ProxyServices(Protocol):
 
 
 _Prefilled = Reply | Begun | Outcome
-"""P's part, ended: its answer, the beginning of one whose token may be the client's, or the attempt's outcome
-because P has failed, unless D goes on."""
+"""How P's part has ended: with its answer, with the beginning of one whose token may go to the client, or
+with a failure, as the attempt's outcome unless D goes on."""
 
 
 @dataclass(eq=False)
 class Attempt:
-    """One try at the instances that a request has its place at; `run` it once.
+    """One try to serve a request at the instances of its place; `run` it once.
 
     Attributes:
-        may_leave: whether the request has anywhere else to go, should this instance hang.
-        may_resend: whether it may be sent to the same instances again, under a new id.
-        doubted: P's that have refused this request at earlier attempts, and what would prove them wrong.
+        may_leave: whether the request could be served without this instance, should that hang.
+        may_resend: whether the request may be sent to the same instances again, under a new id.
+        doubted: P's that refused this request in earlier attempts, and what would prove them wrong.
         transcript, continuation, former: as the `relay` gets them; a continuation has its own `body`.
-        unique: 32 hex digits, made here.
-        request_id: under which the instances know it.
-        relay: D's answer on its way to the client; None before it begins.
+        unique: 32 hex digits, made here; the id that log lines and the client have.
+        request_id: the id that the instances have.
+        relay: the answer on its way to the client; None before it begins.
     """
 
     services: ProxyServices
@@ -129,11 +130,11 @@ class Attempt:
     """P's answer to the prompt; None if P has failed."""
     _plan: FirstTokenPlan | None = field(init=False, default=None)
     _handed_on: Relay | None = field(init=False, default=None)
-    """What has sent P's token to the client."""
+    """The relay that has sent P's token to the client."""
     _repeated: RepeatedAnswer | None = field(init=False, default=None)
-    """How D, which was asked for all of the answer, goes on behind it."""
+    """Takes P's token out of the answer of D, which was asked for all of it."""
     _rest: asyncio.Task[bytes] | None = field(init=False, default=None)
-    """What P's answer has behind its token."""
+    """Reads what P's answer has after its token."""
     _prefilling: Call | None = field(init=False, default=None)
     _decoding: Call | None = field(init=False, default=None)
     _sent_twice: bool = field(init=False, default=False)
@@ -143,7 +144,7 @@ class Attempt:
         decode, self.request_id = self.choice.decode, self.unique
         if self.transcript is not None:
             self.transcript.comes_from(decode.ping.resumes)
-        # Its engine takes an id that names it twice for a plain request.
+        # An id that names one instance twice is a plain request for its engine.
         if prefill := decode if self.choice.single_instance else self.choice.prefill:
             self.request_id = mint(prefill.zmq_address, decode.zmq_address, self.unique)
         previous = self.body.previous_name, self.body.previous
@@ -152,7 +153,7 @@ class Attempt:
         self.record.begins(self.choice, self.unique)
 
     async def run(self) -> Outcome:
-        """Serves the request, as far as this attempt can."""
+        """Serves the request, or fails to."""
         if self.choice.prefill is None:
             return await self._by_decode()
         if self.continuation is None:
@@ -166,7 +167,7 @@ class Attempt:
                 plan.leave()
 
     def resumed_by(self, continuation: Continuation) -> "Attempt":
-        """Another one, which goes on with the answer of which this one has sent the last so far."""
+        """The attempt after this one, which goes on with the answer that this one has begun."""
         return replace(
             self,
             body=continuation.body,
@@ -178,7 +179,7 @@ class Attempt:
         )
 
     def move(self) -> bool:
-        """Frees D: its stream goes on elsewhere, and what has not begun is tried there. False if it stays."""
+        """Frees D: a stream goes on elsewhere, a request without an answer is tried there. False if not."""
         if self.relay is not None and self.relay is not self._handed_on:
             return self.relay.move()
         if self._decoding is None or self.body.acts:
@@ -192,7 +193,7 @@ class Attempt:
         return self.choice.prefill is prefill and not (begun and self.body.one_prompt)
 
     async def _by_decode(self, kv_transfer_params: Fields | None = None, seed: int | None = None) -> Outcome:
-        """D's part where P has none, or has done it."""
+        """D's part, where P has none or has done it."""
         with self._decode_call() as call:
             try:
                 answer = await self._decode(call, kv_transfer_params, seed)
@@ -201,8 +202,8 @@ class Attempt:
             return await self._pass_on(answer)
 
     async def _in_turn(self, plan: FirstTokenPlan | None) -> Outcome:
-        """P, then D, which gets the kv_transfer_params that P has returned, if any. With a plan the client
-        gets P's token as the first one, if it may, and D is asked for the rest, if there is any."""
+        """P, then D, which gets the kv_transfer_params that P returned, if any. With a plan the client gets
+        P's token as its first one where that is exact, and D is asked for the rest, if there is any."""
         ended = await self._prefill()
         if isinstance(ended, Outcome):
             if plan is not None:
@@ -221,7 +222,7 @@ class Attempt:
         return await self._by_decode(params(FirstToken.IN_PROMPT))
 
     async def _pass_on_ps(self, answered: ClientResponse, head: bytes) -> Outcome:
-        """P's one token is the answer."""
+        """P's one token is the whole answer."""
         assert self._prefilling is not None
         self.services.counters.first_tokens += 1
         self.body.let_go()
@@ -241,7 +242,7 @@ class Attempt:
         return self._outcome(response, Verdict(Blame.P, RetryKind.NO, Charge.NOW), relay.broken)
 
     def _go_on(self) -> None:
-        """Makes D's request one for what is behind P's token."""
+        """Makes D's request one for what follows P's token."""
         assert self.transcript is not None
         self.body.let_go()
         goes_on = Continuation(self.transcript, self.choice.decode.context, None)
@@ -249,7 +250,7 @@ class Attempt:
         self._began = asyncio.get_running_loop().time()
 
     async def _hand_on(self, begun: Begun, plan: FirstTokenPlan) -> Outcome | None:
-        """The client gets P's token, if it may: `_handed_on` is set. The outcome if that is the end."""
+        """The client gets P's token where that is exact: `_handed_on` is then set. The outcome if it ends."""
         assert self.transcript is not None and self._rest is not None
         head, context = begun[1], self.choice.decode.context
         token = self.services.first_tokens.of(head, plan, self.body, self.transcript, context)
@@ -266,7 +267,7 @@ class Attempt:
         kept = plan.keeps(token)
         try:
             if ends:
-                # P may hang or die behind its token: what is missing then is made.
+                # P may hang or die after its token; then the proxy writes the answer's end itself.
                 await asyncio.wait((self._rest,), timeout=_VERDICT_SECONDS)
                 ended = self._rest.done() and not self._rest.cancelled()
                 events, end, _ = (head + (self._rest.result() if ended else b"")).rpartition(EVENT_END)
@@ -274,7 +275,7 @@ class Attempt:
                 await relay.finish(b"" if self.transcript.done else ending(self.transcript))
                 return Outcome(relay.response, _ANSWERED, CallEnd.ANSWERED)
             await relay.begin(token.going_on, token.prompt)
-            kept = False  # D asks, or is gone
+            kept = False  # D asks for the blocks, or is gone
         except ClientGone:
             return Outcome(relay.response, _ANSWERED, CallEnd.ANSWERED)
         finally:
@@ -285,7 +286,7 @@ class Attempt:
         return None
 
     async def _release(self) -> None:
-        """Tells P that no D will ask for the blocks that it keeps."""
+        """Tells P that no D will ask for the blocks it keeps."""
         prefill = self.choice.prefill
         assert prefill is not None
         call = self._call("P", prefill, path=COMPLETIONS)
@@ -299,7 +300,7 @@ class Attempt:
             call.close(call.why)
 
     async def _rest_of_prefill(self, call: Call, answered: ClientResponse, head: bytes) -> bytes:
-        """What P's answer has behind its token, read so that the connection can be used again."""
+        """What P's answer has after its token; it is read so that the connection can be used again."""
         try:
             for _ in range(2):  # the client gets the token first
                 await asyncio.sleep(0)
@@ -318,10 +319,10 @@ class Attempt:
         with self._decode_call() as call, ExitStack() as cleanup:
             prefilling = asyncio.create_task(self._prefill())
             cleanup.callback(self._end_prefill, prefilling)
-            for _ in range(2):  # P's request goes out before D's is made, which waits for P anyway
+            for _ in range(2):  # P's request goes out first, as D waits for P anyway
                 await asyncio.sleep(0)
             decoding = asyncio.create_task(self._decode(call))
-            # Its failure may go unread, because P's came first.
+            # Nobody may read D's failure, if P's came first.
             decoding.add_done_callback(lambda done: done.cancelled() or done.exception())
             cleanup.callback(decoding.cancel)
             await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
@@ -340,7 +341,7 @@ class Attempt:
             try:
                 answer = await decoding
             except CallFailed as error:
-                # So vLLM tells of a mistake behind the head of a stream of /v1/responses.
+                # In streams of /v1/responses vLLM reports a client's mistake so, after a head of success.
                 broken = error.end is CallEnd.BROKEN and self.body.path == "/v1/responses"
                 if error.end is CallEnd.ERROR or broken:
                     await asyncio.wait((self._rest or prefilling,), timeout=_VERDICT_SECONDS)
@@ -354,7 +355,7 @@ class Attempt:
             if self.relay is None or not self.relay.diverged:
                 return outcome
         logger.info("request %s: D had another first token than P, and goes on behind P's", self.unique)
-        # The KV is there, so that P has no part in this.
+        # D has the KV already, so P has no part in this.
         self.request_id, self._prefilling = self.unique, None
         self.relay, self.doubted = self._handed_on, ()
         self._scrubber = replace(self._scrubber, request_id=self.unique)
@@ -362,7 +363,7 @@ class Attempt:
         return await self._by_decode()
 
     def _call(self, role: Role, instance: Instance, tokens: int = 0, path: str = "") -> Call:
-        # If P hangs and D has been asked, D's own lease for it ends D's wait.
+        # If P hangs once D has been asked, D's own lease ends D's wait.
         may_leave = (role == "D" or self._decoding is None) and not self.body.acts
         headers = to_instance(self.request.headers, instance, self.request_id)
         tenant = self.place.request.tenant
@@ -381,7 +382,7 @@ class Attempt:
 
     @property
     def _deadline(self) -> float | None:
-        """When a stream's first token has to be there, by the loop's clock; None: any time."""
+        """When a stream's first token is due, by the loop's clock; None: no deadline."""
         seconds = self.body.streams and self.services.limits.first_token_seconds
         return self._began + seconds if seconds else None
 
@@ -401,7 +402,7 @@ class Attempt:
         reply: Reply | Begun
         try:
             if self._plan is None:
-                # D, where it has been asked, has a deadline of its own.
+                # If D has been asked, its call has the deadline.
                 deadline = self._deadline if self._decoding is None else None
                 reply = await call.read_answer(self.body.for_prefill(self.request_id), deadline)
                 self._prefilled.set_result(reply.body)
@@ -444,18 +445,18 @@ class Attempt:
         return self._outcome(response, verdict, failed.end)
 
     def _end_prefill(self, prefilling: asyncio.Task[_Prefilled]) -> None:
-        """Ends P's part: at once if the attempt has failed, else by itself, within a deadline."""
+        """Ends P's part: at once if the attempt has failed; else lets it end by itself, within a deadline."""
         if self.relay is None or not self.relay.complete:
             prefilling.cancel()
         elif not prefilling.done():
             self._finish_later(prefilling)
 
     def _finish_later(self, task: asyncio.Task[Any]) -> None:
-        """Lets a task go on when this attempt has ended, within a deadline."""
+        """Lets a task outlive this attempt, within a deadline."""
         self.services.background.add(task)
         task.add_done_callback(self.services.background.discard)
         deadline = asyncio.get_running_loop().call_later(_GRACE_SECONDS, task.cancel)
-        # A timer that stays would hold P's answer and all of this request until it fires.
+        # A timer left behind would keep P's answer and the whole request in memory until it fires.
         task.add_done_callback(lambda _: deadline.cancel())
 
     # D's part.
@@ -467,7 +468,7 @@ class Attempt:
         prediction, progress, timer = self.choice.prediction, self.place.progress, None
         alone = self.choice.prefill is None and not self.body.streams
         if alone and prediction is not None and progress is not None:
-            # Of an answer that is no stream nothing shows when its prompt has been computed.
+            # An answer that is no stream does not show when its prompt has been computed.
             timer = asyncio.get_running_loop().call_later(
                 prediction.first_token, lambda: progress.computed(self.services.clock(), learn=False)
             )
@@ -499,12 +500,12 @@ class Attempt:
         return self._outcome(self._to_ds_failure(error, verdict), verdict, error.end)
 
     def _state_of_prefill(self) -> CallEnd:
-        """How far P's call is, as `assign_blame` wants it."""
+        """How P's call has ended, or how far it is, for `assign_blame`."""
         call = self._prefilling
         if call is None:
             refused = self.body.streams and any(each is Charge.IF_P_ACCEPTS for _, each in self.doubted)
             return CallEnd.REFUSED if refused else CallEnd.NOT_MADE
-        # Where P has handed its token on D is asked later, and needs P although that has answered.
+        # If P's token went to the client, D was asked later and needs P although P has answered.
         if call.end is CallEnd.PENDING or (self._handed_on is not None and call.end is CallEnd.ANSWERED):
             if call.instance.left is not None:
                 return CallEnd.STOPPED
@@ -519,7 +520,7 @@ class Attempt:
             if status == 500 and _names_no_reason(error.reply.error_message):
                 return self._failed(self._why_decode_failed(verdict), 500)
             if not 400 <= status < 600:
-                # A redirection is no answer: it would send the client to the instance.
+                # Not passed on: a redirection would send the client to the instance.
                 why = f"The decode instance answered {status}, which is neither a success nor an error."
                 return self._failed(why)
             return refusal(error.reply, self._scrubber)
@@ -557,7 +558,7 @@ class Attempt:
         answered, head = answer
         head = split_prompt(head)[0] if self._repeated else head  # P's answer had it, too
         streamed = answered.content_type == EVENT_STREAM
-        # Who goes on with a chat begins it anew, with an event that is no token.
+        # A D that goes on with a chat first sends an event without a token.
         begun = self.continuation is not None and self.body.path != COMPLETIONS
         new = head.partition(EVENT_END)[2] if begun else head
         pace = self.record.streams(new, again=self.former is not None) if streamed else None
@@ -586,7 +587,7 @@ class Attempt:
         return Outcome(response, _ANSWERED, CallEnd.ANSWERED)
 
     def _interrupt(self, prefilling: asyncio.Task[_Prefilled]) -> None:
-        """P's part has ended: of several prompts, those that D has not begun still need it."""
+        """P's part has ended: the prompts that D has not begun, of several, still need P."""
         ended = None if prefilling.cancelled() or prefilling.exception() else prefilling.result()
         if isinstance(ended, Outcome) and ended.verdict.again is not RetryKind.GOES_ON:
             assert self.relay is not None and self._prefilling is not None
@@ -599,7 +600,7 @@ class Attempt:
         if verdict.blame is Blame.PROXY:
             response = self._failed(_NO_SOCKET, 503)
         if culprit is not None and verdict.charge is Charge.NOW and not culprit.drained:
-            self._count(culprit, success=False)  # of one that is drained streams are moved, perhaps
+            self._count(culprit, success=False)  # streams of a drained one may just have been moved
         return Outcome(response, verdict, end, culprit)
 
     def _charge_doubted(self, proof: Charge) -> None:
@@ -608,7 +609,7 @@ class Attempt:
                 self._count(instance, success=False)
 
     def _count(self, instance: Instance, *, success: bool) -> None:
-        """Tells metrics and breaker how a call to an instance went."""
+        """Tells the metrics and the instance's breaker how a call went."""
         now = self.services.clock()
         self.record.metrics.record_outcome(instance, success)
         if instance.left is not None:

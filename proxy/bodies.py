@@ -1,9 +1,9 @@
 """The body of a client's request: its arrival, what the proxy reads of it, and what P and D get in its place.
 
-A body may have any size and any content, so its values are not made into Python objects: the decoder checks
-the syntax and returns each field as a view of the client's bytes. Only the few small fields that decide
-something here are decoded. What P and D get is made of the same views. A body is read whole before its
-request gets a place, and held until no instance will be sent it any more.
+A body may have any size and content, so its values do not become Python objects: the decoder checks the
+syntax and returns each field as a view of the client's bytes. Only the few small fields that matter to the
+proxy are decoded, and the bodies for P and D are made of the same views. A body is read whole before its
+request gets a place, and held as long as it may still be sent to an instance.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ Views = dict[str, Raw]
 """The fields of a JSON object, each a view of its bytes."""
 Piece = bytes | bytearray | memoryview | Raw
 
-# They carry addresses, or ids in the proxy's place, so a client may not set them.
+# They carry addresses, or ids that the proxy chooses, so a client may not set them.
 _NOT_THE_CLIENTS = frozenset({"kv_transfer_params", "ec_transfer_params", "request_id"})
 # vLLM merges these into the same place as kv_transfer_params.
 _XARGS = "vllm_xargs"
@@ -40,14 +40,14 @@ _XARGS = "vllm_xargs"
 _NOT_FOR_PREFILL = frozenset(
     {"stream_options", "best_of", "logprobs", "top_logprobs", "logprob_token_ids", "return_token_ids"}
 )
-# vLLM demands more tokens of an answer than this budget, but not of who only prefills, which it knows by
-# these; and the prompt stays as it is.
+# With a `thinking` budget vLLM demands that an answer may have more tokens than the budget, but not where
+# these parameters say that the instance only prefills. The prompt stays the same.
 _THINKING, _ONLY_PREFILLS = "thinking", {"do_remote_decode": True}
-# The same at /v1/responses: nor is P's answer kept there.
+# The same at /v1/responses, where P does not store its answer either.
 _NOT_FOR_PREFILL_OF_RESPONSES = frozenset({"include", "top_logprobs", "background", "stream_options"})
 
 _SMALL = 64
-"""Bytes of the longest value that is decoded: numbers, true, false and null are shorter."""
+"""Bytes of the longest value that is decoded; numbers, true, false and null are shorter."""
 _SMALL_BODY, _SMALL_PIECE = 1 << 16, 1 << 12
 _LONGEST_NAME = 1024
 """Bytes of the longest name of a model, in JSON."""
@@ -83,7 +83,7 @@ _first_two = msgspec.json.Decoder(_FirstTwo)
 
 
 class Content:
-    """A body to send. Its pieces may be views of the client's bytes; none are left when those are let go."""
+    """A body to send. Its pieces may be views of a client's bytes, and are dropped when these are let go."""
 
     def __init__(self, pieces: tuple[Piece, ...]) -> None:
         self.pieces = pieces
@@ -94,23 +94,23 @@ class Content:
 
 
 class Body:
-    """A client's request, without what it may not choose.
+    """A client's request, without what a client may not choose.
 
     Args:
-        raw: its bytes; `fields` is the JSON object that they are.
-        released: called when `let_go` drops the bytes; more than once, perhaps.
+        raw: its bytes; `fields`: the JSON object in them.
+        released: called when `let_go` drops the bytes, perhaps more than once.
 
     Attributes:
-        model: the model it names; None if it names none, or nothing that could be a name.
-        wants_pair: whether P can help. Not with beam search, which makes requests of its own, nor with tools
-            that vLLM itself calls, since what they return becomes part of a longer prompt, nor where the
-            answer is about the prompt's own tokens, whose logits only the prefill itself yields.
-        acts: vLLM itself calls its tools, perhaps, so that what they do must not be done twice.
-        one_prompt: whether one token of the answer proves that the KV of all prompts has been used.
-        previous: the response that one of /v1/responses goes on with, as the client knows it; "" if none.
+        model: the model that the request names; None if it names none, or what cannot be a name.
+        wants_pair: whether P can help. It cannot with beam search, which makes requests of its own; with
+            tools that vLLM calls, as their results become part of a longer prompt; and where the answer is
+            about the prompt's own tokens, whose logits only the prefill yields.
+        acts: whether vLLM may call tools itself, so that the request must not be sent twice.
+        one_prompt: whether D's first token proves that the KV of all prompts has come.
+        previous: the id of the stored response to go on with, as the client knows it; "" if none.
         previous_name: the same, as D knows it.
-        stored: whether D may be asked to go on with this response, too.
-        fields: all that it has; none once its bytes are let go.
+        stored: whether a later request may go on with this response.
+        fields: all fields of the request; empty once its bytes are let go.
     """
 
     def __init__(
@@ -138,10 +138,10 @@ class Body:
         self._released = released
         self._ids: Raw | None = None
         self._made: list[Content] | None = []
-        """What may still be sent; None once the bytes are let go."""
+        """The bodies that may still be sent; None once the bytes are let go."""
 
     def messages(self, most: int) -> int:
-        """How many messages it has, or items of its input; 0 if there cannot be more than `most`."""
+        """How many messages it has, or items of its input; 0 if these can be no more than `most`."""
         entries = self.fields.get("input" if self.path == "/v1/responses" else "messages")
         if entries is None or len(entries) <= 2 * most or bytes(memoryview(entries)[:1]) != b"[":
             return 0
@@ -173,7 +173,7 @@ class Body:
         return self._changed(changes | self._of_one_token(), _NOT_FOR_PREFILL)
 
     def for_first_token(self, kv_transfer_params: Fields | None, seed: int | None) -> Content:
-        """P's body where its token is the answer's first one; these parameters are for P."""
+        """P's body where P's token is the answer's first; `kv_transfer_params` is for P."""
         changes: Fields = {"max_tokens": 1, "return_token_ids": True}
         changes |= _given(kv_transfer_params=kv_transfer_params, seed=seed)
         return self._changed(changes | self._of_one_token())
@@ -194,8 +194,8 @@ class Body:
         token_ids: bool = False,
         seed: int | None = None,
     ) -> Content:
-        """D's body: the client's own bytes, or its fields and what P has returned for D; `token_ids`: D shall
-        return the tokens' ids, too; `seed`: one that the client has not chosen."""
+        """D's body: the client's own bytes, or its fields and what P has returned for D. `token_ids`: D shall
+        return the tokens' ids, too; `seed`: the proxy's, where P and D have to draw the same token."""
         more = self._id(request_id)
         if self.previous != self.previous_name:
             more["previous_response_id"] = self.previous_name
@@ -209,26 +209,26 @@ class Body:
         return self._with_fields(self._raw)
 
     def become_chat(self) -> None:
-        """Its `prompt`, token ids, is that of a chat, which vLLM takes in place of messages."""
+        """Makes it a chat whose prompt is the token ids in `prompt`; vLLM takes them in place of messages."""
         self.path, self._raw, self._ids = "/v1/chat/completions", None, self.fields.pop("prompt")
         self.fields["messages"] = Raw(b'[{"role":"user","content":""}]')
 
     def go_on_from(self, name: str) -> None:
-        """D knows the response that this one goes on with by this id."""
+        """Sets the id by which D knows the response that this request goes on with."""
         self.previous_name = name
 
     def let_go(self) -> None:
         """Drops the bytes, once no instance will be sent this request any more. Idempotent."""
         self._raw, self._ids, self.fields = None, None, {}
         self.prompt.let_go()
-        # Tracebacks of tries that failed may keep these until Python's garbage collector comes by.
+        # Tracebacks of failed tries may keep these bodies until Python's garbage collector runs.
         for content in self._made or ():
             content.pieces = ()
         self._made = None
         self._released()
 
     def _id(self, request_id: str) -> Fields:
-        """The field with the id for /v1/responses, which does not read it in a header."""
+        """The field with the request id for /v1/responses, which ignores the header."""
         return {"request_id": response_id(request_id)} if self.path == "/v1/responses" else {}
 
     def _changed(self, changes: Fields, left_out: Iterable[str] = ()) -> Content:
@@ -242,7 +242,7 @@ class Body:
 
     def _with_fields(self, *pieces: Piece) -> Content:
         assert self._made is not None, "a body that was let go cannot be sent"
-        # What is small is joined here, once, for all that follows: each piece is sent by itself.
+        # Small pieces are joined here, once, as each piece is sent by itself, at each try.
         runs = itertools.groupby(pieces, lambda piece: self._size > _SMALL_BODY and len(piece) > _SMALL_PIECE)
         made = Content(tuple(piece for large, run in runs for piece in (run if large else [b"".join(run)])))
         self._made.append(made)
@@ -252,8 +252,8 @@ class Body:
 def parse(
     raw: bytes | bytearray, path: str = "/v1/completions", released: Callable[[], None] = lambda: None
 ) -> Body:
-    """The client's request. `raw` must not change any more. Raises ProxyError if it is none, if its model's
-    name is too long to be one, or if it asks for an answer in the background."""
+    """The client's request. `raw` must not change any more. Raises ProxyError if it is no JSON object, has
+    too long a name for a model, or asks for an answer in the background."""
     marked = raw.startswith(codecs.BOM_UTF8)
     try:
         fields = _views.decode(memoryview(raw)[len(codecs.BOM_UTF8) :] if marked else raw)
@@ -278,7 +278,7 @@ def _object(fields: Mapping[str, bytes | Raw]) -> list[Piece]:
 
 
 def _without_the_forbidden(fields: Views) -> Views:
-    """Without what a client may not set; the same object if there is nothing of it."""
+    """The fields without those that a client may not set; the same object if it has none of these."""
     kept, extra = _allowed(fields), fields.get(_XARGS)
     if extra is None or bytes(memoryview(extra)[:1]) != b"{":
         return kept
@@ -294,7 +294,7 @@ def _allowed(fields: Views) -> Views:
 
 
 def decoded(decoder: msgspec.json.Decoder[T], data: bytes | Raw, otherwise: T) -> T:
-    """What the decoder reads in the data; `otherwise` if it takes them for wrong."""
+    """What the decoder reads in the data; `otherwise` if they are wrong for it."""
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError, ValueError):
@@ -302,19 +302,19 @@ def decoded(decoder: msgspec.json.Decoder[T], data: bytes | Raw, otherwise: T) -
 
 
 def _small(fields: Views, name: str) -> Any:
-    """A field's value: None if it is absent, and its bytes if it can be none that matters here."""
+    """A field's value; None if it is absent; its bytes if they are too long, or no JSON."""
     raw = fields.get(name)
     return raw if raw is None or len(raw) > _SMALL else decoded(ANYTHING, raw, raw)
 
 
 def _number(value: Any) -> float:
-    """As vLLM reads it, which takes some texts for whole numbers; NaN for what is none."""
+    """The number that vLLM reads, which takes some texts for whole numbers; NaN for anything else."""
     number = isinstance(value, int | float) or (isinstance(value, str) and _WHOLE.fullmatch(value))
     return float(value) if number else math.nan
 
 
 def _switch(value: Any) -> bool | None:
-    """As vLLM reads it, which takes texts, numbers and null for true or false; None for anything else."""
+    """What vLLM reads, which takes some texts, 0, 1 and null for true or false; None for anything else."""
     text = str(value).lower() if isinstance(value, str | bool) else None
     if value is None or text in _FALSE or (text is None and value == 0):
         return False
@@ -322,7 +322,7 @@ def _switch(value: Any) -> bool | None:
 
 
 def plain(fields: Views, switches: Iterable[str], numbers: Iterable[str]) -> Views:
-    """Those fields that vLLM takes for true, false or a whole number though not spelled so; spelled so."""
+    """In JSON's spelling, those fields that vLLM takes for true, false or a number in another spelling."""
     found: Fields = {name: _switch(_small(fields, name)) for name in switches if name in fields}
     for name in numbers:
         if isinstance(value := _small(fields, name), str | float) and (read := _number(value)).is_integer():
@@ -341,7 +341,7 @@ def _model(fields: Views) -> str | None:
 
 
 def _text_of(raw: Raw) -> str:
-    """A field's value if it is a text, and not too long for a name."""
+    """A field's value if it is a text and not too long for a name; else ""."""
     return decoded(_name, raw, "") if len(raw) <= _LONGEST_NAME else ""
 
 
@@ -351,7 +351,7 @@ def response_id(request_id: str) -> str:
 
 
 def _one_prompt(prompt: Raw | None) -> bool:
-    """Whether it is a text, or token ids, or a list with at most one of these."""
+    """Whether this is one text, one list of token ids, or a list with at most one of these."""
     if prompt is None:
         return True
     beginning = bytes(memoryview(prompt)[:_LOOK_BYTES]).translate(None, b" \t\r\n")
@@ -363,35 +363,35 @@ def _one_prompt(prompt: Raw | None) -> bool:
 # The prompt of a body, for routing.
 
 BYTES_PER_TOKEN = 4
-"""Of a prompt's JSON, about as in English text. That it may be wrong by half does not mislead for long."""
+"""Of a prompt's JSON: about as in English text. It may be wrong by half, which misleads nothing for long."""
 
 DATA_BYTES_PER_TOKEN = 256
-"""Of a picture, or other data in base64. A vision model makes a token of 28 x 28 pixels (Qwen2-VL) or some
-more; at two or three bits a pixel, as in a JPEG, these have 260 to 390 bytes in base64."""
+"""Of a picture or other data in base64. A vision model makes one token of 28 x 28 pixels (Qwen2-VL) or of
+some more; at two or three bits a pixel, as in a JPEG, these are 260 to 390 bytes of base64."""
 
 PIECE_TOKENS = 64
 """Tokens of one piece of a prompt: a few of vLLM's blocks."""
 
 MAX_PIECES = 512
-"""Of one prompt, from its beginning: what two prompts have in common beyond that changes no choice."""
+"""Of one prompt, from its beginning; what two prompts have in common beyond these changes no choice."""
 
 _LINK_BYTES = 8
 _PIECE_BYTES = PIECE_TOKENS * BYTES_PER_TOKEN
 _MAX_BYTES = MAX_PIECES * _PIECE_BYTES
 _PIECE_OF_DATA = PIECE_TOKENS * DATA_BYTES_PER_TOKEN
-# Text is looked at here and there for data: at most so often, and not more often than once in so many bytes.
+# To find data in a text it is sampled: at most _MAX_LOOKS times, and at most once in _LOOK_EVERY bytes.
 _MAX_LOOKS, _LOOK_EVERY = 512, 2048
-# So many bytes in a row without a sign that base64 does not have are data, since text has spaces.
+# So many bytes in a row, all of base64's alphabet, are taken for data, since text has spaces.
 _LOOK_BYTES = 48
 _BASE64 = (string.ascii_letters + string.digits + "+/-_=").encode()
-# Token ids are counted exactly in so many bytes.
+# Token ids are counted in so many bytes; beyond these their number is extrapolated.
 _COUNTED_BYTES = 1 << 20
 _ID_BYTES = 8
-"""Of a token id in JSON, at most, as far as pieces of prompts are concerned."""
+"""The most that a token id in JSON is expected to take, for pieces of prompts."""
 _IDS_OF_A_PIECE = re.compile(rb"((?:[^,]++,){%d}[^,]++),?" % (PIECE_TOKENS - 1))
 
 Chain = tuple[bytes, ...]
-"""A link for each whole piece of a prompt: equal links, equal prompts up to there."""
+"""A hash for each whole piece of a prompt; equal ones mean that the prompts are equal up to there."""
 
 _LEADING = ("tools", "system", "instructions", "prompt", "messages", "input")
 """The fields of a request that make its prompt, as chat templates order them."""
@@ -400,8 +400,8 @@ _LONGEST_SALT = 1024
 
 
 class _PromptField(NamedTuple):
-    """A field of a prompt: a `view` of its JSON, without the quotes of a text and the brackets of a list, and
-    whether it is token ids, or lists of them."""
+    """A field of a prompt: a `view` of its JSON without a text's quotes and a list's brackets; `ids`: whether
+    it has token ids, or lists of them."""
 
     view: memoryview
     ids: bool
@@ -428,7 +428,7 @@ class _PromptField(NamedTuple):
         return data // DATA_BYTES_PER_TOKEN + -(-(len(view) - data) // BYTES_PER_TOKEN)
 
     def append_to(self, text: bytearray) -> None:
-        """Appends its beginning. Of data, such as a picture, only the beginning of each piece is taken."""
+        """Appends its beginning. Of data such as a picture, only the beginning of each piece is appended."""
         at = 0
         while at < len(self.view) and len(text) < _MAX_BYTES:
             piece = bytes(self.view[at : at + _PIECE_BYTES])
@@ -441,14 +441,14 @@ class _PromptField(NamedTuple):
 
 
 def _is_data(look: bytes) -> bool:
-    """Whether these bytes are base64, by all appearances, such as a picture's."""
+    """Whether these bytes look like base64, such as a picture's."""
     mixed = look != look.lower() and look != look.upper()
     return mixed and len(look) == _LOOK_BYTES and not look.translate(None, _BASE64)
 
 
 class Prompt:
-    """The prompt in a request's fields, as far as it is known without a tokenizer, and without reading all of
-    it: by the length and the bytes of its JSON. `tokens`: counted if it is token ids, else estimated."""
+    """What is known of a request's prompt without a tokenizer and without reading all of it, by the length
+    and the bytes of its JSON. `tokens`: how many, counted if it is token ids, else estimated."""
 
     def __init__(self, fields: Mapping[str, Raw]) -> None:
         self._parts = [_PromptField.of(fields[name]) for name in _LEADING if name in fields]
@@ -456,7 +456,7 @@ class Prompt:
         self.tokens = sum(part.tokens for part in self._parts)
 
     def bound(self, context: int) -> None:
-        """No instance takes a prompt of more tokens."""
+        """Lowers `tokens` to the models' context: no instance takes a longer prompt."""
         self.tokens = min(self.tokens, context)
 
     @cached_property
@@ -469,11 +469,11 @@ class Prompt:
         return tuple(links)
 
     def let_go(self) -> None:
-        """Drops the request's bytes. A chain that was not asked for before is empty afterwards."""
+        """Drops the request's bytes. If `chain` was not read before, it is empty afterwards."""
         self._parts = []
 
     def _pieces(self) -> Iterator[bytes]:
-        """The first whole pieces; of token ids those of the first list, if there are several."""
+        """The first whole pieces; of several lists of token ids, the first list's."""
         if len(self._parts) == 1 and self._parts[0].ids:
             view = self._parts[0].view[: MAX_PIECES * PIECE_TOKENS * _ID_BYTES]
             beginning = bytes(view).lstrip(b"[ \t\r\n").partition(b"]")[0]
@@ -492,12 +492,12 @@ class Prompt:
 # The arrival of a body.
 
 _LARGE_HEAD = 1 << 16
-"""Bytes of a request's headers from which on they count as its body does."""
+"""Bytes of a request's headers; larger ones count against --max-held-mib as bodies do."""
 
 
 @dataclass
 class BodyBudget:
-    """Counts the bytes of all bodies, from their arrival until they are let go."""
+    """The bytes of all bodies that are `held`: from their arrival until they are let go."""
 
     limits: Limits
     counters: RequestCounters
@@ -506,7 +506,7 @@ class BodyBudget:
 
 @dataclass
 class BodyReader:
-    """Reads one request's body, within the bounds for it and for all of them."""
+    """Reads one request's body, within the bounds for one body and for all."""
 
     _intake: BodyBudget
     _size: int = 0
@@ -526,7 +526,7 @@ class BodyReader:
                     while chunk := await content.readany():
                         self._add(request, body, chunk)
         except web.RequestPayloadError as error:
-            # What is left of it cannot be read either, and aiohttp would try.
+            # aiohttp would try to read the rest, which it cannot either.
             content.feed_eof()
             why = " ".join(str(error).split())
             raise ProxyError(400, f"The request's body cannot be read: {why}.", last=True) from None
@@ -548,7 +548,7 @@ class BodyReader:
         body += chunk
 
     def _hold(self, size: int) -> None:
-        """So many bytes more. Raises ProxyError if there is no room."""
+        """Counts so many more bytes as held. Raises ProxyError if there is no room."""
         intake = self._intake
         if intake.held + size > intake.limits.max_held:
             intake.counters.refused_full += 1

@@ -1,8 +1,8 @@
-"""Bodies that a server should not take: with very many values.
+"""Refuses bodies with so many values that they would harm a server.
 
-Two million empty messages are 6 MB, for which vLLM, which makes objects and errors of them, needs 22 GB. So
-values are counted, without making objects of them: the proxy only skips them, in one go, at about 5 ns each.
-Token ids and escaped characters, which cost both of them less, have bounds of their own.
+Two million empty messages are 6 MB, but vLLM makes objects and errors of them and needs 22 GB. So the proxy
+counts values without making objects of them, at about 5 ns each. Token ids and escaped characters, which
+cost vLLM and the proxy less, have bounds of their own.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from .http import ProxyError
 
 WITH_TOKEN_IDS = frozenset({"/v1/completions", "/v1/embeddings", "/detokenize"})
-"""Where a prompt may be token ids. Elsewhere a number is a value like any other: vLLM writes an error, or
-many, for each that should be a message."""
+"""Where a prompt may be token ids. Elsewhere a number counts as any value: vLLM writes one or more errors for
+each that should be a message."""
 
 MAX_NUMBERS = 1 << 20
 """Numbers that follow others in lists, as token ids do, in one body."""
@@ -24,11 +24,11 @@ MAX_ESCAPES = 1 << 22
 _COUNTED_AT_ONCE = 1 << 20
 _READ_AT_ONCE = 1 << 18
 _EACH_READ = 256
-"""What it costs to begin a read: as much as reading so many bytes."""
+"""Beginning a read costs as much as reading so many bytes."""
 
 
 async def check_values(body: bytearray, most: int, *, token_ids: bool) -> None:
-    """Raises ProxyError if a body has too many values. The loop gets its turn again and again."""
+    """Raises ProxyError if a body has too many values. Lets the event loop go on in between."""
     counted = False
     for signs, escapes in _signs_in(body):
         if escapes > MAX_ESCAPES:
@@ -53,7 +53,7 @@ async def _check_exactly(body: bytearray, most: int, token_ids: bool) -> None:
 
 
 def _signs_in(body: bytearray) -> Iterator[tuple[int, int]]:
-    """How many bytes so far open or separate values, in texts as well; and how many are backslashes."""
+    """After each piece: how many bytes so far open or separate values, in texts too; how many backslashes."""
     signs = escapes = 0
     for at in range(0, len(body), _COUNTED_AT_ONCE):
         end = at + _COUNTED_AT_ONCE
@@ -63,7 +63,7 @@ def _signs_in(body: bytearray) -> Iterator[tuple[int, int]]:
 
 
 def _count(body: bytearray, sign: bytes, at: int, end: int) -> int:
-    # To find that there is none, as in a picture, takes a tenth of the time of counting.
+    # Finding that there is none, as in a picture, takes a tenth of the time of counting.
     first = body.find(sign, at, end)
     return body.count(sign, first, end) if first >= 0 else 0
 
@@ -74,8 +74,8 @@ _DIGITS_ARE_0 = bytes.maketrans(b"123456789", b"000000000")
 
 
 def values_in(body: bytearray) -> Iterator[tuple[int, int]]:
-    """How many values there have been so far, without what texts hold; and apart from these, how many numbers
-    that follow others in a list. Yields after each bounded piece of work."""
+    """After each bounded piece of work: how many values there have been so far outside of texts; and, not
+    among these, how many numbers that follow another value, as in a list."""
     values = numbers = at = work = 0
     in_string = False
     while at < len(body):
@@ -92,7 +92,7 @@ def values_in(body: bytearray) -> Iterator[tuple[int, int]]:
             in_string = not in_string
             at = found.end() + 1
         elif found.end() > at:
-            at = found.end()  # within a string perhaps before a backslash, whose character was not read
+            at = found.end()  # perhaps before a backslash in a string, whose character was not read
         else:
             break  # a backslash ends the body: it is no JSON
         if work > _READ_AT_ONCE:

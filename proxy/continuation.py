@@ -1,9 +1,9 @@
-"""The rest of a streamed answer, from another instance than its beginning. No IO.
+"""The rest of a streamed answer, from another instance than the one that began it. No IO.
 
-That instance is asked for a completion of the prompt and the answer's tokens up to the resume point, see
-transcript.py; or for a chat with these tokens, out of which vLLM's parsers may take what calls tools. Its
-events become those of the first one. What the client has beyond that point comes again, and is not sent a
-second time; if it comes otherwise, as it may with sampling, the answer cannot go on.
+The next instance is asked for a completion of the prompt and the answer's tokens up to the resume point (see
+transcript.py); of a chat, for a chat with these tokens, so that vLLM's parsers can take tool calls out. Its
+events are rewritten as the first instance's. It generates again what the client already has beyond that
+point, which is not sent twice; if it differs, as it may with sampling, the answer cannot go on.
 """
 
 import re
@@ -20,18 +20,19 @@ _PLAIN = re.compile(
     rb'(?:"stop_reason":null,"prompt_token_ids":null,)?+"token_ids":)\[(\d++)\]'
     rb'((?:,"weight_versions":null)?+\}\](?:,"kv_transfer_params":null)?+\}\n\n)'  # which vLLM 0.33 has
 )
-"""Nearly each event: one token and its text, without a usage. What it has of an answer is not decoded."""
+"""Matches nearly every event: one token with text, without a usage. Such events are not decoded."""
 
 
 class Diverged(Exception):
-    """The instance has generated other tokens than those that the client has."""
+    """The instance has generated other tokens than the client has."""
 
 
 class Continuation:
-    """What the next instance is asked for by its `body`, and its answer.
+    """Goes on with an answer at the next instance: the `body` for it, and the client's part of its answer.
 
     Args:
-        context: tokens of the model's context; not needed unless `wanted.needs_context`.
+        context: tokens of the model's context; needed only if `wanted.needs_context`.
+        former: the continuation before this one; None if the answer goes on for the first time.
 
     Attributes:
         before: tokens of the answer that are part of this instance's prompt.
@@ -48,7 +49,7 @@ class Continuation:
         self.before = before
         self.body = self._body(context)
         self._begin = written(self._head).removesuffix(b"}" + EVENT_END)
-        """Of each event."""
+        """The beginning of each event."""
 
     def _body(self, context: int) -> Body:
         wanted, fields = self._wanted, self._wanted.fields
@@ -83,13 +84,13 @@ class Continuation:
         return written(fields | {"choices": choices}) if choices else b""
 
     def _choice(self, choice: Fields) -> Fields | None:
-        """The choice as the client gets it; None if the client has all of it."""
+        """The choice as the client gets it; None if the client already has all of it."""
         wanted = self._wanted
         ids, logprobs = choice.get("token_ids") or [], choice.get("logprobs")
         delta = choice.get("delta") or {"content": choice.get("text")}
         text, finish = delta.get("content") or "", choice.get("finish_reason")
         if any(value for name, value in delta.items() if name not in ("role", "content")):
-            raise Diverged  # what went before was plain text
+            raise Diverged  # not plain text, as what went before
         again = self._ids[: len(ids)]
         if ids[: len(again)] != again:
             if self._chars or wanted.shows_tokens:
@@ -113,14 +114,14 @@ class Continuation:
 
 
 class RepeatedAnswer:
-    """The whole answer of an instance, without its `first` token, which the client has from another one."""
+    """An instance's whole answer without its `first` token, which the client has from another instance."""
 
     def __init__(self, transcript: Transcript, first: TextChoice) -> None:
         self._transcript = transcript
         self._ids, self._text = first.token_ids or [], first.said or ""
-        """What is still to come again."""
+        """The ids and the text of the first token that have not come again yet."""
         self._head = b"", b""
-        """When this instance began and how it names the model, and the same as the client has it."""
+        """`created` and `model` as this instance writes them, and as the client has them."""
 
     def feed(self, chunk: bytes) -> bytes:
         """As `Transcript.feed`. Raises Diverged."""
@@ -158,7 +159,7 @@ class RepeatedAnswer:
 
 
 def ending(transcript: Transcript) -> bytes:
-    """What is missing of an answer whose last token has been sent."""
+    """The events that end an answer whose last token has been sent."""
     options = transcript.wanted.fields.get("stream_options") or {}
     usage = b""
     if options.get("include_usage") and not transcript.counted:
@@ -168,13 +169,13 @@ def ending(transcript: Transcript) -> bytes:
 
 
 def head_of(transcript: Transcript) -> Fields:
-    """What is the same in all events of an answer."""
+    """The fields that are the same in all events of an answer."""
     head = fields_of(transcript.head)
     return {name: head[name] for name in ("id", "object", "created", "model") if name in head}
 
 
 def usage_of(transcript: Transcript, usage: Fields, before: int) -> Fields:
-    """The whole answer's; `before`: tokens of it that an instance takes for a part of its prompt."""
+    """The usage of the whole answer; `before`: its tokens that this instance counts in its prompt."""
     prompt, answer = transcript.prompt_tokens, usage.get("completion_tokens", 0) + before
     counts = {"prompt_tokens": prompt, "total_tokens": prompt + answer, "completion_tokens": answer}
     return {**usage, **counts}
@@ -186,7 +187,7 @@ def written(fields: Fields) -> bytes:
 
 
 def _later(logprobs: Fields | None, skipped: int, offset: int) -> Fields | None:
-    """Log-probabilities without those of the first tokens, `offset` characters further on."""
+    """Log-probabilities without the first `skipped` tokens', and with `offset` added to the text offsets."""
     if logprobs is None:
         return None
     made = {name: each[skipped:] if isinstance(each, list) else each for name, each in logprobs.items()}

@@ -1,4 +1,4 @@
-"""GET /metrics, for Prometheus: what a proxy counts and holds, beside what metrics.py measures."""
+"""GET /metrics, for Prometheus: what metrics.py measures, and what other parts of the proxy count or hold."""
 
 import asyncio
 from collections import Counter as Tally
@@ -20,7 +20,7 @@ from .service import Proxy
 
 
 async def metrics_page(proxy: Proxy, request: web.Request) -> web.Response:
-    """GET /metrics. A thread writes it, one page at a time: of 1,000 instances it takes most of a second."""
+    """GET /metrics. A thread writes one page at a time: with 1,000 instances it takes most of a second."""
     proxy.guard.look(request)
     proxy.metrics.forget()
     try:
@@ -36,7 +36,7 @@ async def metrics_page(proxy: Proxy, request: web.Request) -> web.Response:
 
 @dataclass(eq=False)
 class Exposition:
-    """What a proxy counts or holds beside what is measured; to Prometheus's library one of its collectors."""
+    """A collector, for Prometheus's library, of what other parts of a proxy count and hold."""
 
     _proxy: Proxy
 
@@ -77,7 +77,7 @@ class Exposition:
         yield from (between, events)
 
 
-# The name for Prometheus, the holder's own name (before that of a reason), and what it is.
+# The name for Prometheus, the name in the proxy's own counters (with reasons: its prefix), and what it is.
 _BY_REASON: tuple[tuple[str, str, Iterable[str], str], ...] = (
     ("shed", "refused", ("full", "late", "alone"),
      "Requests turned away with 503: too many waited or held memory (full), no instance had room in "

@@ -1,20 +1,20 @@
-"""Whether the first token of an answer comes from P, and what P has to say of it.
+"""Whether the first token of an answer comes from P, and what P's answer must show for that.
 
-P computes the first token in any case. Where this is exact the client gets it at once, and D is asked for the
-prompt and that token, as an instance is that goes on with a stream (continuation.py). `FirstTokens.against`
-is the one place that decides where it is exact, beside the rule of such streams (transcript.py):
+P computes the first token in any case. Where the answer stays exact, the client gets it at once, and D goes
+on behind prompt and token, like an instance that takes over a stream (continuation.py). Beside the rules for
+such streams (transcript.py), `FirstTokens.against` alone decides where it does:
 
-- Nothing may depend on which tokens are the answer's: no penalties, no grammar, no seed.
-- D's text must be what follows the token's. vLLM cannot go on behind a part of a character, and it looks for
-  a stop string only in what it has generated itself. Such a token is not handed on.
+- Nothing may depend on which tokens belong to the answer: no penalties, no grammar, no seed.
+- D's text must continue the token's. vLLM cannot go on behind a part of a character, and looks for stop
+  strings only in what it has generated itself. A token that may be a part of either is not handed on.
 
-Whether a token is handed on depends on it then, and if D drew another in its place, the others would be drawn
-too often. So where the request is sampled, P and D get the same seed, made here, and D draws the same token.
-Behind a token that is handed on D draws without it: with it, it would draw P's number once more.
+D then generates the first token itself. If it drew another one, those that are handed on would come too
+often. So for a sampled request P and D get the same seed, made here, and D draws P's token again. Behind a
+token that was handed on D gets no seed, or it would draw with P's random number once more.
 
-A greedy answer needs none of that where P and D are asked at once: D's first token is equal, and is left out.
-Where it is not, for P and D may round otherwise, D is asked for the rest. So D has the request when P's token
-comes, and the second one is there sooner than if D were asked then (benchmarks/results/h200.md).
+A greedy answer needs no seed. Where P and D are asked at once D's first token is equal, and left out; if it
+differs, as the two may round differently, D is asked again for the rest. So D has the request before P's
+token comes, and sends the second token sooner than if it were asked then (benchmarks/results/h200.md).
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ REASONS: dict[Why, str] = {
     "failed": "P has failed",
     "late": "D, asked at the same time, had its token before P",
 }
-"""Why the first token of a request came from D, although a P took part in it."""
+"""Why a request's first token came from D, although a P took part."""
 
 _PARSED = {"tools", "thinking"}
-"""Fields with which an answer has parts that are no text."""
+"""Fields of a request whose answer may have parts that are no text."""
 
 _CALLS = rb'"tool_calls"\s*:\s*\['
-"""Behind calls of tools a model may write others, which vLLM takes out of a chat's text, asked for or not."""
+"""After tool calls in a chat a model may write others, which vLLM takes out of the text, asked to or not."""
 
 _WHOLE_BLOCKS = 128
-"""Tokens that a prompt takes more of D's room, at most: where KV is packed, whole blocks of it travel."""
+"""The most tokens that a prompt takes of D's room beyond its own: where KV is packed, whole blocks travel."""
 
 _FIRST, _CHOICE = DATA_SPACE + b'{"id"', b'"choices":[{'
 _LENGTH = b'"finish_reason":"length"'
@@ -70,8 +70,8 @@ _OF_A_CHATS_END = b',"weight_versions":null}]', b"}]"
 
 @dataclass(frozen=True)
 class PrefillToken:
-    """P's answer: the events up to its one token, and apart from them the token ids of the `prompt`, with
-    commas; `prompt_tokens`: how many these are."""
+    """P's answer: the `events` up to its one token; apart from them the token ids of the `prompt`, separated
+    by commas, and how many they are (`prompt_tokens`)."""
 
     events: bytes
     choice: TextChoice
@@ -80,7 +80,7 @@ class PrefillToken:
 
     @classmethod
     def of(cls, head: bytes) -> PrefillToken:
-        """Of the answer, up to its first event with content. Raises ValueError if that is not vLLM's."""
+        """From the answer up to its first event with content. Raises ValueError if that is not as vLLM's."""
         # vLLM may send comments before it (--sse-keep-alive-interval).
         head, prompt = split_prompt(head[max(0, head.find(_FIRST)) :])
         start = head.rfind(DATA_SPACE, 0, max(0, head.rfind(_CHOICE)))
@@ -94,12 +94,12 @@ class PrefillToken:
 
     @property
     def ends(self) -> bool:
-        """Whether the answer ends with this token by itself, and not for its length."""
+        """Whether the answer ends with this token because the model ended it, and not for its length."""
         return self.choice.finish_reason != "length"
 
     @property
     def going_on(self) -> bytes:
-        """The events as those of an answer that goes on."""
+        """The events, rewritten as if the answer went on."""
         chat = self.choice.delta is not None
         events = self.events.replace(_LENGTH_OF_CHAT if chat else _LENGTH, GOES_ON)
         return _OF_THE_END.sub(b"", events.replace(*_OF_A_CHATS_END) if chat else events)
@@ -110,11 +110,11 @@ class FirstTokenPlan:
     """How one attempt gets its first token from P.
 
     Attributes:
-        what: P is told. WHOLE: its answer is relayed as it is, as D's would be. None: nothing, for D is asked
-            at once and repeats the token.
+        what: P is told. WHOLE: P's answer is relayed like D's. None: P is told nothing, as D is asked at the
+            same time and repeats the token.
         most: tokens of the answer; 0 if only the model's context bounds it.
-        seed: for P, and for D if it has to draw the same token; None: of a request that is not sampled.
-        decode, room: D, and tokens of its room for KV ahead that are taken until `leave`.
+        seed: for P, and for D if it has to draw the same token; None: the request is not sampled.
+        decode, room: D, and how many tokens of its room for early KV this takes until `leave`.
     """
 
     what: FirstToken | None
@@ -124,28 +124,28 @@ class FirstTokenPlan:
     room: int = 0
 
     def leave(self) -> None:
-        """D has taken the KV to its blocks, or will not. Idempotent."""
+        """D's room is free again: it has moved the KV to its blocks, or will not. Idempotent."""
         if self.decode is not None:
             self.decode.count_prefetch(-self.room)
             self.decode = None
 
     def keeps(self, token: PrefillToken) -> bool:
-        """Whether P keeps blocks for a D although this token may be all there is: its engine core ends with
-        one token in any case, and learns of no stop string. A D that is asked at once learns of the end."""
+        """Whether P keeps blocks for a D although this token may be the whole answer: P's engine core ends
+        after one token in any case and knows no stop strings. A D asked at once learns of the end itself."""
         return self.what is not None and (isinstance(token.choice.stop_reason, str) or not token.ends)
 
     def ends_with(self, token: PrefillToken, context: int) -> bool:
-        """Whether the answer has come to its end with this token; `context`: of the model."""
+        """Whether this token ends the answer; `context`: the model's, in tokens."""
         return token.ends or self.most == 1 or token.prompt_tokens + 1 == context
 
 
 @dataclass
 class FirstTokens:
-    """Decides, for one proxy, which answers begin with P's token, and counts the others.
+    """Decides for one proxy which answers begin with P's token, and counts the others.
 
     Attributes:
         on: whether P's tokens are handed on at all.
-        at_once: whether P and D are asked at once.
+        at_once: whether P and D are asked at the same time.
     """
 
     on: bool
@@ -153,10 +153,10 @@ class FirstTokens:
     at_once: bool = False
     from_decode: Counter[Why] = field(default_factory=Counter)
     _parsed: set[str | None] = field(default_factory=set)
-    """Models whose chats have no plain text."""
+    """Models whose chats have shown parts that are no plain text."""
 
     def plan(self, body: Body, transcript: Transcript | None, choice: Choice) -> FirstTokenPlan | None:
-        """For an attempt that begins an answer; None if its first token is D's, which is counted."""
+        """For an attempt that begins an answer; None if its first token will be D's, which is counted."""
         if not self.on or choice.prefill is None:
             return None
         if self._is_ps(body, choice.prefill, choice.decode):
@@ -173,14 +173,14 @@ class FirstTokens:
         return FirstTokenPlan(FirstToken.HANDED_ON, wanted.most_tokens(0), seed, choice.decode, room)
 
     def _is_ps(self, body: Body, prefill: Instance, decode: Instance) -> bool:
-        """Whether the answer is one token, whatever its form, and P gives the same as D."""
+        """Whether the whole answer is one token, in any form, which P answers like D."""
         parses = prefill.ping.parses or decode.ping.parses or not _PARSED.isdisjoint(body.fields)
         parses &= body.path != COMPLETIONS
         one = body.asked == 1 and body.path != "/v1/responses"
         return bool(prefill.ping.first_token) and one and not parses
 
     def _repeats(self, why: Why | None, transcript: Transcript, choice: Choice) -> bool:
-        """Whether D is asked at once, for all of the answer, and begins with the same token."""
+        """Whether D is asked at once for the whole answer, and begins with the same token."""
         able = choice.prefill is not None and choice.prefill.ping.first_token and choice.decode.context
         exact = why in (None, "instances", "room") and transcript.wanted.greedy
         return self.at_once and exact and bool(able)
@@ -188,7 +188,7 @@ class FirstTokens:
     def against(
         self, body: Body, transcript: Transcript | None, prefill: Instance, decode: Instance
     ) -> Why | None:
-        """Why D's first token has to be taken, as far as is known before P is asked."""
+        """Why D's first token has to be taken, as far as is known before P is asked; None if P's can be."""
         if transcript is None:
             return "request"
         wanted, fields = transcript.wanted, transcript.wanted.fields
@@ -198,7 +198,7 @@ class FirstTokens:
             return "request"
         unbounded = wanted.needs_context or (not wanted.chat and fields.get("max_tokens", 1) is None)
         drawn = fields.get("seed") is not None and not wanted.greedy
-        # P is told to bound its answer, for which vLLM leaves room where it cuts a prompt.
+        # P's answer is bounded, and vLLM leaves room for that bound where it truncates a prompt.
         inexact = drawn or (unbounded and (not wanted.chat or "truncate_prompt_tokens" in body.fields))
         if inexact or not (unbounded or most >= max(1, least)):
             return "request"
@@ -222,8 +222,8 @@ class FirstTokens:
     def of(
         self, head: bytes, plan: FirstTokenPlan, body: Body, transcript: Transcript, context: int
     ) -> PrefillToken | None:
-        """The token that the client gets, of P's answer, which begins with `head`; None if it gets D's, which
-        is counted. `context`: of the model on D."""
+        """The token for the client, from P's answer, which begins with `head`; None if the client gets D's,
+        which is counted. `context`: of the model on D, in tokens."""
         try:
             token = PrefillToken.of(head)
             why = self.against_token(token, plan, body, transcript, context)
@@ -238,7 +238,7 @@ class FirstTokens:
     def against_token(
         self, token: PrefillToken, plan: FirstTokenPlan, body: Body, transcript: Transcript, context: int
     ) -> Why | None:
-        """The same, as P's answer shows it."""
+        """As `against`, for what P's answer shows."""
         if token.prompt_tokens + max(plan.most, transcript.wanted.least_tokens) > context:
             return "context"  # D may refuse it
         if plan.ends_with(token, context):

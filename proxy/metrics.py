@@ -1,10 +1,10 @@
 """What the proxy measures of requests and instances, for Prometheus and the dashboard.
 
-Each thing has one holder. What happens to single requests is measured here. What others count or hold anyway
-(`RequestCounters`, places, instances) is read from them when asked for, and not counted again.
+Nothing is counted twice: what happens to single requests is measured here, and what others count or hold
+anyway (`RequestCounters`, places, instances) is read from them when a page is asked for.
 
-Labels are bounded: endpoints are ours, models are those that instances have registered, and an instance's
-series end some time after it has left. Their label is `address`: Prometheus's `instance` is the proxy.
+Labels are bounded: endpoints are the proxy's own, models only those that instances have registered, and an
+instance's series end some time after it left. Its label is `address`: Prometheus's `instance` is the proxy.
 """
 
 import asyncio
@@ -34,10 +34,10 @@ took on no more (503); failed before its first byte; broken off after it; or its
 OUTCOMES: tuple[RequestEnd, ...] = get_args(RequestEnd)
 FAILURES: tuple[RequestEnd, ...] = ("failed", "broken")
 
-# How many models have series of their own; the others share one.
+# The most models with series of their own; the others share one.
 _MAX_MODELS = 200
 _OTHER_MODEL, _NO_MODEL = "other", "unnamed"
-# For so long an instance's series outlive it, so that its last numbers are scraped.
+# How long an instance's series outlive it, so that its last numbers are scraped.
 _FORGET_SECONDS = 600.0
 
 _FIRST_TOKEN_BUCKETS = (
@@ -49,19 +49,19 @@ _GAP_BUCKETS = (
 _ERROR_BUCKETS = (0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.0, 4.0)
 _DURATION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 
-# Of these many first tokens, the latest, the dashboard's quantiles are made.
+# The dashboard's quantiles are those of so many first tokens, the latest.
 _RECENT = 4096
 _RECENT_SECONDS = 60.0
 # The dashboard's history: five minutes.
 SAMPLE_SECONDS = 2.0
 _SAMPLES = 150
-# The lists of pairs that have worked together.
+# Of pairs that are counted.
 _MAX_PAIRS = 4096
 
 
 class TokenGaps:
-    """The seconds between the pieces of one instance's streamed answers, and their events. As each piece is
-    counted, the library's own histogram, which locks, would be a tenth of all the work."""
+    """Seconds between the pieces of one instance's streamed answers, and their number of events. Each piece
+    counts: the library's own histogram, which locks, would be a tenth of all the work."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(_GAP_BUCKETS) + 1)
@@ -69,12 +69,12 @@ class TokenGaps:
         self.events = 0
 
     def buckets(self) -> list[tuple[str, float]]:
-        """As Prometheus wants them: each holds all that is smaller, too."""
+        """As Prometheus wants them: each bucket counts all smaller gaps, too."""
         return list(zip((*map(str, _GAP_BUCKETS), "+Inf"), accumulate(self.counts), strict=True))
 
 
 class StreamTimer:
-    """Measures one streamed answer, which has begun with `head`, while it is relayed; `events`: so far."""
+    """Measures one streamed answer, which begins with `head`, while it is relayed; `events`: so far."""
 
     def __init__(self, gaps: TokenGaps, clock: Callable[[], float], head: bytes) -> None:
         self._gaps = gaps
@@ -116,7 +116,7 @@ class Metrics:
         self.registry = prometheus.CollectorRegistry()
         prometheus.ProcessCollector(registry=self.registry)
         self.writing = asyncio.Lock()
-        """Held while a page of it is written."""
+        """Held while a thread writes a page of /metrics."""
         counter = partial(prometheus.Counter, namespace="p2pkv_proxy", registry=self.registry)
         histogram = partial(prometheus.Histogram, namespace="p2pkv_proxy", registry=self.registry)
         # fmt: off
@@ -150,26 +150,26 @@ class Metrics:
         self._by_address = (self._first_token, self._duration, self._prefill, self._parts)
         self._series: dict[tuple[Any, tuple[str, ...]], Any] = {}
         self.gaps: defaultdict[str, TokenGaps] = defaultdict(TokenGaps)
-        """By the address of the instance."""
+        """By address of the instance."""
         self._models: set[str] = set()
         self._gone: dict[str, float] = {}
-        """Instances that have series and are not registered, and models of none: when that was seen first."""
+        """When an instance with series, or a model, was first seen to be registered no longer."""
         self.totals: Tally[str] = Tally()
-        """By outcome; the dashboard's view of `requests`."""
+        """Ended requests by outcome, for the dashboard."""
         self.pairs: Tally[tuple[str, str]] = Tally()
-        """How often each P and D have been given a request together."""
+        """How many requests each pair of P and D has been given."""
         self._latest: deque[tuple[float, float, bool]] = deque(maxlen=_RECENT)
         self.history: deque[Sample] = deque(maxlen=_SAMPLES)
         self._forgot = self.began
 
     def follow(self, instances: Callable[[], Iterable[Instance]]) -> None:
-        """From now on these live: only their models have series, and those of others end."""
+        """Sets where the registered instances are read: only they, and their models, keep series."""
         self._instances = instances
 
     # One request.
 
     def _one(self, metric: Any, *labels: str) -> Any:
-        """One series of a metric. The library takes longer to find it than to count."""
+        """One series of a metric; finding it in the library would take longer than counting."""
         try:
             return self._series[metric, labels]
         except KeyError:
@@ -184,7 +184,7 @@ class Metrics:
             self._one(self._duration, record.decode, outcome).observe(record.seconds)
 
     def model_label(self, model: str | None) -> str:
-        """Its name if an instance has registered it, now or before; so that clients cannot make series."""
+        """Its name if an instance has registered it, now or before: clients cannot create series."""
         if not model:
             return _NO_MODEL
         if model not in self._models:
@@ -205,7 +205,7 @@ class Metrics:
         self._one(self._prefill, instance.ping.http_address).observe(seconds)
 
     def predicted(self, prediction: Prediction, seen: float) -> None:
-        """A first token for which this was predicted has come after `seen` seconds."""
+        """A first token has come after `seen` seconds, for which this was predicted."""
         self._one(self._errors, prediction.way).observe(prediction.error(seen))
 
     def record_outcome(self, instance: Instance, success: bool) -> None:
@@ -214,7 +214,7 @@ class Metrics:
         self._one(self._parts, instance.ping.http_address, instance.role, outcome).inc()
 
     def paired(self, choice: Choice) -> None:
-        """Counts a request for its pair, if it has been given to one."""
+        """Counts a request for its pair, if P and D serve it."""
         if choice.prefill is None:
             return
         pair = choice.prefill.ping.http_address, choice.decode.ping.http_address
@@ -225,18 +225,18 @@ class Metrics:
 
     @property
     def events(self) -> int:
-        """Events of streamed answers so far: a token each, or nearly so."""
+        """Events of streamed answers so far: mostly one for each token."""
         return sum(gaps.events for gaps in self.gaps.values())
 
     def recent(self, *, by_prefill: bool | None = None) -> list[float]:
-        """Seconds to the first token, of the latest minute; `by_prefill`: only where P sent it, or D did."""
+        """Seconds to the first token in the last minute; `by_prefill`: P's tokens only, or (False) D's."""
         now, wanted = self.clock(), (True, False) if by_prefill is None else (by_prefill,)
         return [seconds for at, seconds, by in self._latest if now - at <= _RECENT_SECONDS and by in wanted]
 
     def sample(self, running: int, waiting: int) -> None:
         """Adds a point to the history, every SAMPLE_SECONDS; `running`: requests that have a place."""
         if self.clock() - self._forgot >= _FORGET_SECONDS / 10:
-            self.forget()  # where no one scrapes
+            self.forget()  # for proxies whose /metrics nobody reads
         self.history.append(
             Sample(
                 at=self.clock(),
@@ -249,7 +249,7 @@ class Metrics:
             )
         )
 
-    # Instances that have left.
+    # Instances and models that have left.
 
     def forget(self) -> None:
         """Ends the series of instances, and of models, that have been gone for long."""
@@ -257,7 +257,7 @@ class Metrics:
         here = {name for each in self._instances() for name in (each.ping.http_address, *each.names)}
         self._gone = {name: self._gone.get(name, now) for name in (self._addresses() | self._models) - here}
         over = {name for name, since in self._gone.items() if now - since >= _FORGET_SECONDS}
-        # Not `remove_by_labels`, which looks at all series each time: of 1,000 instances for seconds.
+        # Not `remove_by_labels`, which searches all series each time: with 1,000 instances for seconds.
         at = dict.fromkeys(self._by_address, 0) | {self._requests: 1}
         ended = [key for key in self._series if key[0] in at and key[1][at[key[0]]] in over]
         self._models -= over
@@ -277,7 +277,7 @@ class Metrics:
 
 
 def quantiles(values: Iterable[float], *shares: float) -> list[float | None]:
-    """The values below which these shares of all lie; None where there are no values."""
+    """For each share the value below which so many of all values lie; None if there are no values."""
     ordered = sorted(values)
     if not ordered:
         return [None for _ in shares]
@@ -297,14 +297,14 @@ def trace_id_of(headers: Mapping[str, str]) -> str:
 
 
 EndOfCall = Callable[[str], None]
-"""To be called with why a call to an instance has failed, or with "". Only the first time counts."""
+"""To be called when a call to an instance ends, with why it failed, or "". Only the first time counts."""
 
 
 class RequestSpan:
-    """One client's request. This one records nothing."""
+    """The span of one client's request. This class records nothing."""
 
     def call(self, instance: Instance, role: Role, headers: Headers) -> EndOfCall:
-        """A call begins; `headers`, which it will have, then name its parent."""
+        """A call begins; adds to its `headers` what names its parent span."""
         return lambda failed: None
 
     def end(self, record: "RequestRecord") -> None:
@@ -316,7 +316,7 @@ class RequestRecord:
     """What is known of one client's request, from its arrival to its end; "" stands for what is not known.
 
     Attributes:
-        unique: the id under which the proxy's log has it.
+        unique: the id of its latest attempt, which log lines have.
         way: pair, alone or unpaired.
         status: of the answer; 0 while there is none.
         first_token_after: seconds; None if no stream has begun.
@@ -355,7 +355,7 @@ class RequestRecord:
         self.metrics.paired(choice)
 
     def streams(self, head: bytes, *, again: bool = False, by_prefill: bool = False) -> StreamTimer:
-        """Its answer is a stream, and this is the start of it, or of its next part from `again` another
+        """Its answer is a stream that starts with `head`; `again`: `head` starts its next part, from another
         instance; `by_prefill`: P has sent it."""
         instance, way = (self.prefill, "prefill") if by_prefill else (self.decode, self.way)
         if not again:
@@ -364,22 +364,22 @@ class RequestRecord:
         return StreamTimer(self.metrics.gaps[instance], self.metrics.clock, head)
 
     def end(self, outcome: RequestEnd) -> None:
-        """What became of it; the first call counts."""
+        """How the request ended; only the first call counts."""
         if self.outcome is None:
             self.outcome = outcome
 
     def ended_with(self, status: int) -> None:
-        """An answer with this status, unless `end` was called before."""
+        """The request ended with an answer of this status, unless `end` was called before."""
         self.status = self.status or status
         self.end("answered" if status < 400 else "refused" if status < 500 else "failed")
 
     def ids(self) -> dict[str, str]:
-        """Its ids, those that are known."""
+        """Those of its ids that are known."""
         ids = {"request_id": self.unique, "client_request_id": self.client_id, "trace_id": self.trace_id}
         return {name: value for name, value in ids.items() if value}
 
     def known(self) -> dict[str, Any]:
-        """What is known of it, for the log and for spans."""
+        """All that is known of the request, for the log and for spans."""
         fields = self.ids() | self.as_fields()
         return {name: value for name, value in fields.items() if value not in (None, "")}
 
@@ -387,7 +387,7 @@ class RequestRecord:
         return " ".join(f"{name}={_quoted(value)}" for name, value in self.known().items())
 
     def as_fields(self) -> dict[str, Any]:
-        """For a structured line of the log."""
+        """For a JSON line of the log."""
         return {
             "endpoint": self.endpoint,
             "model": self.metrics.model_label(self.model),

@@ -1,9 +1,8 @@
-"""What single instances have, and a request may need: models, and stored responses.
+"""What only some instances have and a request may need: models, and stored responses.
 
-GET /v1/models is one list of what all decode instances list, and what they list now decides who gets a
-request for a model that was not there before. vLLM stores a response of /v1/responses in the process that
-made it (VLLM_ENABLE_RESPONSES_API_STORE=1), under the id that the request had there; clients know it by
-another id.
+GET /v1/models merges the lists of all decode instances, which also decide who gets a request for a model
+that is new. vLLM stores a response of /v1/responses in the process that made it
+(VLLM_ENABLE_RESPONSES_API_STORE=1), under the id that the request had there; clients know another id.
 """
 
 import asyncio
@@ -28,11 +27,11 @@ from .upstream import CallFailed, Client, Reply, read_whole, shown
 
 logger = logging.getLogger(__name__)
 
-# For any instance to answer; and, once one has listed its models or refused to, for the others.
+# For the first instance to answer; and for the others, once one has listed its models or refused to.
 _LIST_SECONDS, _OTHERS_SECONDS = 5.0, 0.5
-# Clients whose lists are made at a time: each takes a connection to every instance.
+# Clients whose lists are made at the same time: each takes a connection to every instance.
 _AT_ONCE = 16
-# From one look at all lists for the sake of routing to the next.
+# At least so long from one look at all lists, for routing, to the next.
 _LOOK_SECONDS = 1.0
 
 Models = list[dict[str, Any]]
@@ -43,25 +42,25 @@ class _Listing(msgspec.Struct):
 
 
 class ModelLists:
-    """The latest list of each instance, for the moments in which one does not answer."""
+    """Merges the instances' lists of models; the latest list stands for an instance that does not answer."""
 
     def __init__(self, session: Client) -> None:
         self._session = session
         self._turns = asyncio.Semaphore(_AT_ONCE)
         self._latest: WeakKeyDictionary[Instance, Models] = WeakKeyDictionary()
         self._next: asyncio.Task[None] | None = None
-        """A look at all lists that has not begun."""
+        """A look at all lists that has yet to begin; None if there is none."""
         self._looked = -math.inf
 
     async def merged(self, request: web.Request, decoders: Sequence[Instance]) -> web.Response:
-        """Every model once, asked for with the client's own headers. If no instance lists any, the first
-        instance's own error, such as 401 without its key."""
+        """Every model once; instances are asked with the client's own headers. If none lists its models, the
+        error of the first that has one, such as 401 without its key."""
         unique = uuid4().hex
         async with self._turns:
             replies = await self._replies_of(request, decoders, unique)
         read = {instance: _models_in(reply, instance) for instance, reply in replies.items()}
         if found := {instance: models for instance, models in read.items() if models is not None}:
-            # So this client may see them.
+            # This client may see models, so it also gets what was listed before.
             self._latest.update(found)
             lists = [self._latest.get(instance, []) for instance in decoders]
             by_name = {str(model.get("id")): model for each in reversed(lists) for model in each}
@@ -73,8 +72,8 @@ class ModelLists:
         return error_response(502, "No decode instance listed its models.")
 
     def look(self, request: web.Request, instances: Callable[[], Sequence[Instance]]) -> asyncio.Task[None]:
-        """Ends when the instances that list their models now have been asked, with this client's headers:
-        adapters come and go while they serve."""
+        """A task that asks all instances, with this client's headers, which models they serve now: adapters
+        come and go while they serve."""
         if self._next is None:
             self._next = asyncio.create_task(self._look(request, instances))
         return self._next
@@ -84,7 +83,7 @@ class ModelLists:
         try:
             await asyncio.sleep(max(0.0, self._looked + _LOOK_SECONDS - now()))
         finally:
-            self._next = None  # who asks from here on may know of later changes
+            self._next = None  # a later caller may know of later changes
         self._looked, engines = now(), defaultdict[str, list[Instance]](list)
         for each in instances():
             engines[each.url].append(each)
@@ -144,24 +143,24 @@ def _models_in(reply: Reply, instance: Instance) -> Models | None:
 # Stored responses.
 
 MAX_RESPONSES = 1 << 16
-"""That are known; of more the oldest is forgotten. Each takes about 300 bytes."""
+"""How many are remembered, the latest. Each takes about 300 bytes."""
 
 
 class StoredResponses:
-    """Which decode instance has which, for the next that goes on with it; by the ids that clients know."""
+    """Which decode instance has which stored response, by the ids that clients know."""
 
     def __init__(self, registry: Registry, most: int = MAX_RESPONSES) -> None:
         self._registry, self._most = registry, most
         self._known: OrderedDict[str, tuple[str, str]] = OrderedDict()
 
     def note(self, shown: str, decode: Instance, name: str) -> None:
-        """This instance is about to make it."""
+        """This instance is about to make the response, under this name."""
         self._known[shown] = decode.cache, name
         if len(self._known) > self._most:
             self._known.popitem(last=False)
 
     def find(self, shown: str) -> tuple[Instance, str]:
-        """Who has it, and its id there. Raises ProxyError if no decode instance has it any more."""
+        """The instance that has it, and its id there. Raises ProxyError if no decode instance has it now."""
         holder, name = self._known.get(shown, ("", ""))
         for each in self._registry.known("D"):
             if each.cache == holder:

@@ -1,8 +1,8 @@
-"""How many of a prompt's tokens were in a cache: what P says of it, in D's answer.
+"""Puts P's count of a prompt's cached tokens into D's answer.
 
-For D all that P has sent counts as cached, in vLLM all but one token of each prompt. P, which computed the
-prompt, knows what its prefix cache really had. Both say it at /v1/responses, elsewhere with vLLM's option
---enable-prompt-tokens-details. And how many tokens an answer has that is no stream.
+To D's vLLM all that P has sent looks cached, all but one token of each prompt. P, which computed the prompt,
+knows what its prefix cache had. Both report it at /v1/responses, and elsewhere with vLLM's option
+--enable-prompt-tokens-details. Also here: how many tokens an answer has that is no stream.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from .http import PAIRED
 from .upstream import EVENT_END
 
 _WAIT_SECONDS = 0.5
-"""At the end of D's answer, for P's: D got P's KV before P's own answer was written."""
+"""How long the end of D's answer waits for P's answer, which P writes after D has got its KV."""
 
 Counts = dict[str, msgspec.Raw]
 
@@ -29,25 +29,25 @@ _answer = msgspec.json.Decoder(_Counted)
 _counts = msgspec.json.Decoder(Counts)
 _number = msgspec.json.Decoder(int)
 
-# An object without strings that hold braces. Within a JSON string quotes are escaped, so none is in a text.
+# An object without braces in its strings. A text has no such match, as quotes in JSON strings are escaped.
 _OBJECT = rb'(\{[^{}"]*(?:"[a-z_]*"[^{}"]*(?:\{[^{}]*\}[^{}"]*)?)*\})'
 _DETAILS: Mapping[str, str] = {
     "/v1/completions": "prompt_tokens_details",
     "/v1/chat/completions": "prompt_tokens_details",
     "/v1/responses": "input_tokens_details",
 }
-# At /v1/messages they stand in the usage itself, and what was cached is not counted among the others.
+# At /v1/messages the counts are in the usage itself, and cached tokens are not among the input tokens.
 _NULL = msgspec.Raw(b"null")
 _READ, _OF_THE_PROMPT = "cache_read_input_tokens", ("input_tokens", "cache_creation_input_tokens")
 
 COUNTS = {path: f'"{_DETAILS.get(path, _READ)}":'.encode() for path in PAIRED}
-"""In each part of an answer that counts what was cached."""
+"""By path, bytes in each part of an answer that counts cached tokens."""
 
 
 async def with_ps_counts(
     data: bytes, path: str, prefilled: asyncio.Future[bytes | None], *, streamed: bool
 ) -> bytes:
-    """D's whole answer, or whole events of it, with the counts in P's, `prefilled` (None: P has failed)."""
+    """D's whole answer, or whole events of it, with the counts in P's (`prefilled`; None: P has failed)."""
     try:
         async with asyncio.timeout(_WAIT_SECONDS):
             answer = await asyncio.shield(prefilled)
@@ -75,7 +75,7 @@ def last_usage(events: bytes) -> bytes | None:
 
 
 def _last_replaced(data: bytes, found: re.Pattern[bytes], made: Callable[[bytes], bytes]) -> bytes:
-    """The last such object is D's: before it the answer may repeat what a client has sent."""
+    """Replaces the last such object, which is D's: before it the answer may repeat what a client sent."""
     *_, last = [None, *found.finditer(data)]
     return data if last is None else data[: last.start(1)] + made(last[1]) + data[last.end(1) :]
 
@@ -83,7 +83,7 @@ def _last_replaced(data: bytes, found: re.Pattern[bytes], made: Callable[[bytes]
 def _counts_of(path: str, ps: Counts, ds: bytes) -> bytes:
     counts = decoded(_counts, ds, {})
     if path in _DETAILS:
-        # D's stream leaves out what is null, and P's answer may be none.
+        # D's stream leaves out what is null; P's answer, which is perhaps no stream, does not.
         details = decoded(_counts, ps.get(_DETAILS[path], _NULL), {})
         said = {name: count for name, count in details.items() if name in counts or count != _NULL}
         return msgspec.json.encode(said) if said else ds

@@ -1,4 +1,4 @@
-"""Passes the instances' answers on to the client as they come, without instances' ids and addresses."""
+"""Passes an instance's answer on to the client as it comes, without the instances' ids and addresses."""
 
 import asyncio
 import logging
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 _CRLF_END = b"\r\n\r\n"
 _LONGEST_READ = 16 << 20
-"""Bytes of an event of which the client may not get all: it may have a long prompt's token ids."""
+"""Bytes of the longest event that is held whole, where a prompt's token ids may have to be taken out."""
 STALL_SECONDS = 60.0
-"""Seconds without reading pending bytes after which a client is disconnected."""
+"""A client that reads none of the bytes sent to it for so long is disconnected."""
 
 
 def hang_up(request: web.Request) -> None:
-    """Closes the client's connection, whatever it has not read yet."""
+    """Closes the client's connection at once; what it has not read yet is lost."""
     if request.transport is not None:
         request.transport.abort()
 
@@ -44,21 +44,21 @@ class ClientGone(Exception):
 
 @dataclass(eq=False)
 class Relay:
-    """One successful answer on its way to the client; `run` it once. If it breaks off, that goes on record.
+    """One successful answer on its way to the client; `run` it once. If it breaks off, the record says so.
 
     Attributes:
         head: the part of the answer's body that has been read already.
-        most_silence: seconds from one piece of the answer to the next, at most.
-        transcript: what the client has of a stream that others could go on with; None if none could.
-        continuation: how this instance goes on with it; None if it is the first.
-        diverged: it was asked for all of the answer, and begins with another token than the client has, of
-            which nothing went on.
+        most_silence: the most seconds from one piece of the answer to the next.
+        transcript: what the client has of a stream, for other instances to go on with; None if none could.
+        continuation: how this instance goes on with the stream; None if it has begun it.
+        diverged: this instance, asked for the whole answer, began with another token than the client has;
+            the client got nothing of that.
         prefilled: P's answer, whose count of cached tokens the client gets; None if no P has helped.
-        former: the relay that has sent the beginning of this answer; None if this one does.
+        former: the relay that sent the beginning of this answer; None if this one does.
         role: whether the answer comes from P or from D.
-        resumable: the instance ended it too early, and another one can go on. The client has got no error,
+        resumable: the answer ended too early, and another instance can go on: the client has got no error,
             and the response is still open.
-        broken: how the instance ended it too early, by itself; None if it did not.
+        broken: how the instance itself ended the answer too early; None if it did not.
     """
 
     request: web.Request
@@ -85,33 +85,33 @@ class Relay:
         if former is not None:  # whose P computed the client's prompt
             self.prefilled = former.prefilled
         self._sent: bytes = b"" if former is None else former._sent
-        """The last bytes that the client has got."""
+        """The last bytes that were sent to the client."""
         if former is None:
             headers = self.scrubber.headers(to_client(self.answer.headers))
             self.response = web.StreamResponse(status=self.answer.status, headers=headers)
             if self.request.version < HttpVersion11:
-                self.response.force_close()  # nothing else shows the end; aiohttp would keep it open
+                self.response.force_close()  # only that shows the end; aiohttp would keep the connection
         else:
             self.response = former.response
         self._writing = False
         self._since = monotonic()
-        """Since when, by `monotonic`, a piece waits for the client (`_writing`) or the client for a piece."""
+        """Since when, by `monotonic`, the client takes no piece (`_writing`), or the instance sends none."""
         self._timer: asyncio.TimerHandle | None = None
         self._end: CallEnd | None = CallEnd.BROKEN
-        """How the instance ends it, if it is too early; and the error that the client gets then."""
+        """How the instance ended the answer, if it ends too early; next, the error for the client."""
         self._sender = f"The {ROLE_NAMES[self.role]} instance"
         self._why, self._status = f"{self._sender} died in the middle of its answer.", 502
         self._error = b""
-        """The instance's own, as an event; b"" if it sent none."""
+        """The instance's own error, as an event; b"" if it sent none."""
 
     def interrupt(self, why: str, status: int = 502, end: CallEnd | None = None) -> None:
-        """Breaks the answer off with an error; `end`: how the instance ends it; None: it is well."""
+        """Breaks the answer off with this error. `end`: how the instance ended it; None: not its fault."""
         self._end, self._why, self._status = end, why, status
         self.answer.close()
 
     def move(self) -> bool:
-        """Ends the instance's part, so that another one goes on, if one can: the instance is to be free. One
-        that has sent all of its answer is. False if it goes on itself."""
+        """Frees the instance: another one goes on with the answer, if one can. False if this one has sent
+        all of it, or has to go on itself."""
         sent_all = self.answer.content.is_eof()
         moves = self.transcript is not None and self.transcript.movable and not sent_all
         if moves:
@@ -137,15 +137,15 @@ class Relay:
             elif not self.diverged:
                 await self.give_up()
         except ClientGone:
-            pass  # which is on record
+            pass  # `_send` has recorded it
         finally:
             if self._timer is not None:
                 self._timer.cancel()
         return self.response
 
     def _watch(self) -> None:
-        """Ends an answer of which nothing has come for long, and hangs up on a client that has taken nothing
-        for long: it would keep its place, and D's answer, for ever."""
+        """Ends an answer when the instance has sent nothing for too long, and hangs up on a client that has
+        read nothing for too long: it would keep its place, and D's answer, for ever."""
         waited = monotonic() - self._since
         client, instance = (waited, 0.0) if self._writing else (0.0, waited)
         if instance >= self.most_silence:
@@ -157,12 +157,12 @@ class Relay:
             logger.info(f"{whose} has read nothing for {STALL_SECONDS:g} s, so its connection is closed")
             hang_up(self.request)
             return
-        # One timer for the whole answer: one for each piece of it costs more than the piece.
+        # One timer at a time for the whole answer: one for each piece would cost more than the piece.
         left = min(STALL_SECONDS - client, self.most_silence - instance)
         self._timer = asyncio.get_running_loop().call_later(left, self._watch)
 
     async def _relay_stream(self) -> bool:
-        """Whether D's answer came to its end. Raises ClientGone."""
+        """Whether the answer came to its end. Raises ClientGone."""
         chunk, pace, stream, transcript = self.head, self.pace, self._stream, self.transcript
         passed_on, content = self._filter, self.answer.content
         prefilled, counts = self.prefilled, self._counts
@@ -174,7 +174,7 @@ class Relay:
                 since = self._since
                 await self._send(data if stream is None else stream.feed(data))
                 if chunk.startswith(b":") and b"data:" not in chunk:
-                    self._since = since  # a comment, which vLLM's server sends while its engine says nothing
+                    self._since = since  # a comment, which vLLM's server sends while its engine is silent
                 if passed_on.given_up:
                     self._end, self._why = CallEnd.ABORTED, f"{self._sender} {STOPPED}."
                     return self._broke_off(None)
@@ -202,20 +202,20 @@ class Relay:
         return False
 
     async def begin(self, events: bytes, prompt: bytes = b"") -> None:
-        """Sends the first events of a stream, in place of `run`: another instance goes on with it, unless
+        """In place of `run`, sends the first events of a stream, with which another instance goes on unless
         `finish` follows. `prompt`: as in `Transcript.begin`. Raises ClientGone."""
         assert self.transcript is not None
         await self._send(self.transcript.begin(self._filter.rewritten(events), prompt))
         self.resumable = True
 
     async def finish(self, data: bytes) -> None:
-        """Ends the answer with what is missing of it. Raises ClientGone."""
+        """Sends the rest of the answer and ends it. Raises ClientGone."""
         await self._send(data, last=True)
         self.complete, self.resumable = True, False
 
     async def _send(self, data: bytes, *, last: bool = False) -> None:
-        """The next bytes; with the `last` ones the answer ends here, where a client that does not read is
-        watched for. Raises ClientGone."""
+        """Sends the next bytes; after the `last` ones it ends the response here, where `_watch` still sees a
+        client that does not read. Raises ClientGone."""
         self._since, self._writing = monotonic(), True
         try:
             if not self.response.prepared:
@@ -251,10 +251,10 @@ _HOP_BY_HOP = {
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
     "trailer", "transfer-encoding", "upgrade",
 }  # fmt: skip
-# Headers with which vLLM's caller controls it (all that vLLM 0.32 reads in `entrypoints/`). That caller is
-# the proxy: it alone chooses what names a replica or a transfer, and the load of one instance is none of a
-# client's concerns. A client's priority stands in its body, where vLLM reads it, too. Two others go through:
-# Authorization, and X-Session-ID, which only names a session in vLLM's cache events.
+# Headers by which vLLM's caller controls it (all that vLLM 0.32 reads in `entrypoints/`). That caller is the
+# proxy: it alone chooses replica and transfer, and an instance's load does not concern clients. A client's
+# priority is in its body, which vLLM reads, too. Two others are passed on: Authorization, and X-Session-ID,
+# which only names a session in vLLM's cache events.
 _CONTROLS = {REQUEST_ID.lower(), REPLICA.lower(), "x-vllm-priority", "endpoint-load-metrics-format"}
 # The proxy writes each body anew.
 _NOT_TO_INSTANCE = _CONTROLS | {
@@ -266,14 +266,14 @@ def to_instance(client: CIMultiDictProxy[str], instance: Instance, request_id: s
     """The client's end-to-end headers, with the id that this proxy has chosen."""
     headers = end_to_end(client, _NOT_TO_INSTANCE)
     headers[REQUEST_ID] = request_id
-    # Anthropic's clients show their key so, and vLLM looks for it in the other header only.
+    # Anthropic's clients send their key in X-Api-Key; vLLM reads Authorization only.
     if (key := headers.get("X-Api-Key")) and "Authorization" not in headers:
         headers["Authorization"] = f"Bearer {key}"
     if theirs := client.get(REQUEST_ID):
         headers.setdefault(CLIENT_ID, theirs)
-    # vLLM takes JSON only, which browsers send from pages of other origins only if they may.
+    # Kept as it is: vLLM takes JSON only, and browsers need permission to send that from other origins.
     headers["Content-Type"] = client.get("Content-Type", "")
-    # Ids are rewritten in the answer, so it must come as it is.
+    # Ids are rewritten in the answer, so it must not be compressed.
     headers["Accept-Encoding"] = "identity"
     if instance.replica is not None:
         headers[REPLICA] = str(instance.replica)
@@ -302,8 +302,8 @@ def to_client(instance: CIMultiDictProxy[str]) -> Headers:
 
 @dataclass(frozen=True)
 class Scrubber:
-    """Takes out of an answer what names instances; the client sees `unique` in place of `request_id`, and the
-    second of `previous`, the ids of an earlier response, in place of the first."""
+    """Takes what names instances out of an answer. The client sees `unique` in place of `request_id`, and the
+    second of `previous`, an earlier response's two ids, in place of the first."""
 
     choice: Choice
     request_id: str
@@ -311,7 +311,7 @@ class Scrubber:
     previous: tuple[str, str] = "", ""
 
     def text(self, text: str) -> str:
-        """For headers and errors: the id and the addresses are replaced."""
+        """A header or an error, with the ids and the addresses replaced."""
         for name, instead in self._names:
             text = text.replace(name, instead)
         return text
@@ -344,7 +344,7 @@ def refusal(reply: Reply, scrubber: Scrubber) -> web.Response:
 
 
 def _end_of_events(text: bytes) -> int:
-    """Where the last whole event ends; 0 if there is none. vLLM writes no carriage returns; others may."""
+    """Where the last whole event ends; 0 if there is none. vLLM writes no carriage returns, others may."""
     for end in (EVENT_END, _CRLF_END):
         if (found := text.rfind(end)) >= 0:
             return found + len(end)
@@ -352,11 +352,11 @@ def _end_of_events(text: bytes) -> int:
 
 
 class AnswerFilter:
-    """One answer's bytes as the client may get them: with another id, and without what shows that the
-    instance has given it up. The bytes may be cut anywhere.
+    """One answer's bytes as the client may get them: with the client's id, and only up to where the instance
+    gave the answer up. The bytes may come cut anywhere.
 
-    Of a stream whole events go on. Of a JSON that is too long to be held until it is whole, and of an event
-    that is, all goes on but what may be the beginning of the id.
+    A stream goes on by whole events. A JSON body, or an event that is too long to be held until it is whole,
+    goes on but for its last bytes, which may begin an id.
     """
 
     def __init__(self, path: str, scrubber: Scrubber, streamed: bool, longest: int = LONGEST_EVENT) -> None:
@@ -368,7 +368,7 @@ class AnswerFilter:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> bytes:
-        """The next bytes that are certain, before the event that gives up."""
+        """The next bytes that may go on; none from the event on that gives the answer up."""
         if self.given_up:
             return b""
         text = self._rest + chunk
@@ -386,12 +386,12 @@ class AnswerFilter:
         return self.rewritten(text[:end])
 
     def flush(self) -> bytes:
-        """What was held back, at the end of the answer."""
+        """At the end of the answer: what was held back."""
         rest, self._rest = self._rest, b""
         return self.rewritten(rest)
 
     def rewritten(self, data: bytes) -> bytes:
-        """Nothing but the id is replaced in a success, whose body is the model's."""
+        """With the ids replaced; nothing else in a successful body is, as it is the model's text."""
         for old, new in self._ids:
             data = data.replace(old, new)
         return data

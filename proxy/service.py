@@ -1,4 +1,4 @@
-"""What becomes of one client's request: it is taken in, given a place and tried at one pair after another."""
+"""One client's request from arrival to end: it gets a place, and is tried at one pair after another."""
 
 import asyncio
 import logging
@@ -34,16 +34,16 @@ from .upstream import Client
 logger = logging.getLogger(__name__)
 
 _MOVE_SECONDS = 1.0
-"""From one look at what an instance should be rid of to the next."""
+"""How often the proxy tries again to move requests away from drained instances."""
 
 
 @dataclass
 class Proxy:
-    """All that the handlers share.
+    """What all handlers share.
 
     Attributes:
         dispatch: whether P and D get a request at once or one after the other.
-        background: what goes on although the client has its answer: calls to P, looks at lists of models.
+        background: tasks that may outlive a request: calls to P, and looks at the lists of models.
     """
 
     session: Client
@@ -73,7 +73,7 @@ class Proxy:
         self.metrics.follow(self.instances)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """A POST that one D answers, with a P's help or without."""
+        """Any POST that a D answers, with a P's help or without."""
         if self.guard.keys:
             self.guard.ask(request)
         record = request[RECORD]
@@ -98,7 +98,7 @@ class Proxy:
             if not self.router.fleet_cache(self.clock()).knows(body.model):
                 await asyncio.shield(self._look_at_models(request))
             elif context is None and ("Authorization" in request.headers or "X-Api-Key" in request.headers):
-                self._look_at_models(request)  # perhaps they show their lists only to who has this key
+                self._look_at_models(request)  # instances may list their models only for this client's key
             if tenant is not None and request.path not in UNCOMPUTED:
                 tenant.spend(spent := body.prompt.tokens)
                 asked = body.asked
@@ -109,7 +109,7 @@ class Proxy:
                     if tenant is not None:
                         tenant.let_in(spent)
                     response = await self._serve(request, body, place, active)
-                    if response.status == 404:  # perhaps an adapter that was unloaded there
+                    if response.status == 404:  # the adapter may have been unloaded there
                         self._look_at_models(request)
                     return response
             except NoInstance as error:
@@ -152,7 +152,7 @@ class Proxy:
                         await self._go_on(attempt, outcome, active)
                     return attempt.relay.response
             except asyncio.CancelledError:
-                # The proxy's end may find a client that has a part of its answer.
+                # The proxy stops, and the client has a part of its answer.
                 if not active.cut or attempt.relay is None:
                     raise
                 active.task.uncancel()
@@ -166,14 +166,14 @@ class Proxy:
             if again is RetryKind.NO or acted or self.active.stopping:
                 return outcome.response
             if again is RetryKind.SAME:
-                # Under a new id neither side takes it for the one that was aborted.
+                # Under a new id neither P nor D takes it for the one that was aborted.
                 may_resend = False
                 continue
             culprit = outcome.culprit
             assert culprit is not None
             active.note_failure(outcome)
             refusal = outcome.response if outcome.end is CallEnd.REFUSED else refusal
-            if outcome.response.status == 404:  # as below, of a P
+            if outcome.response.status == 404:  # as in `generate`, but from a P
                 self._look_at_models(request)
             doubted += ((culprit, outcome.verdict.charge),)
             decides, alone = again is RetryKind.ALONE, self.limits.decode_alone > 0
@@ -188,7 +188,7 @@ class Proxy:
                 logger.info("request %s is tried again at %s", attempt.unique, there)
                 continue
             if outcome.moved:
-                continue  # others have no room any more: it stays
+                continue  # no other instance has room: the request stays
             if decides or culprit is not attempt.choice.prefill or not alone:
                 doubtful = outcome.verdict.charge is Charge.IF_D_ACCEPTS
                 return refusal if doubtful and refusal is not None else outcome.response
@@ -197,8 +197,8 @@ class Proxy:
             logger.info(f"request {attempt.unique}: {place.choice.decode} computes its prompt, too")
 
     async def _go_on(self, attempt: Attempt, outcome: Outcome, active: "ActiveRequest") -> None:
-        """Brings a stream, whose last attempt had this outcome, to its end by instances that can go on
-        with it (continuation.py), or with an error. Raises ClientGone."""
+        """Ends a stream that its last attempt broke off: by other instances that go on with it
+        (continuation.py), or with an error. Raises ClientGone."""
         transcript, place = attempt.transcript, attempt.place
         assert transcript is not None
         tries = 0
@@ -229,14 +229,14 @@ class Proxy:
             await last.give_up()
 
     def _unable(self, active: "ActiveRequest") -> frozenset[Instance]:
-        """Instances that cannot go on with this request: they have failed it, or their context is unknown and
-        only that bounds its answer, which has begun."""
+        """Instances that cannot go on with this request: they failed it, or only the model's context bounds
+        its answer, which has begun, and theirs is unknown."""
         if active.transcript is None or not active.transcript.needs_context:
             return active.failed
         return active.failed.union(each for each in self.registry.known("D") if not each.context)
 
     def _shed(self, attempt: Attempt, outcome: Outcome, record: RequestRecord) -> web.StreamResponse:
-        """P has failed, and D may not take the request alone: because of its share, or it is gone, too."""
+        """P has failed, and no D may serve the request alone: their share is full, or they are gone, too."""
         if not self.registry.routable("D", self.clock()):
             return outcome.response
         self.counters.refused_alone += 1
@@ -255,11 +255,11 @@ class Proxy:
             return await self.model_lists.merged(request, decoders)
 
     def move_away(self, drained: Sequence[Instance]) -> None:
-        """What still runs at these D's goes on at others, as soon as it can, as long as they are drained."""
+        """Moves requests from these D's to others, now and again until the D's are empty or resumed."""
         leaving = frozenset(each for each in drained if each.drained and each.load)
         if leaving:
             asyncio.get_running_loop().call_later(_MOVE_SECONDS, self.move_away, [*leaving])
-        moved = Counter[Demand]()  # each takes its place only when its part at the drained D has ended
+        moved = Counter[Demand]()  # these take their new places only when their part here has ended
         for active in self.active:
             attempt = active.attempt
             if attempt is None or attempt.choice.decode not in leaving:
@@ -283,13 +283,13 @@ class Proxy:
         return list(dict.fromkeys(self.registry.known("P") + self.registry.known("D")))
 
     def state_of(self, instance: Instance) -> str:
-        """One of STATES. A drained P may be stopped only when the D's have all that they need."""
+        """One of STATES. A P counts as drained only once the D's have all of its KV that they need."""
         needed = instance.load > 0 or (instance.drained and self.active.needs(instance))
         return instance.state(self.clock(), needed=needed)
 
     def prefill_work(self, instance: Instance) -> tuple[float | None, float | None]:
-        """Seconds of prompts that are queued there, and the share of its time that prompts take; None
-        without --placement auto, which learns them."""
+        """Seconds of queued prompts at an instance, and the share of its time that prompts take; None without
+        --placement auto, which learns them."""
         if self.routing.placement != "auto":
             return None, None
         engine, now = self.router.costs.of(instance), self.clock()
@@ -313,7 +313,7 @@ class Proxy:
         }
 
     async def stop(self, seconds: float, cut_short: asyncio.Event) -> int:
-        """Takes no more requests, turns away those who wait, gives the others `seconds`; see `clear`."""
+        """Takes no more requests, turns away those that wait, gives the others `seconds`; see `clear`."""
         self.active.stopping = True
         self.admission.close(ProxyError(503, STOPPING, last=True))
         return await self.active.clear(seconds, cut_short)
@@ -333,7 +333,7 @@ def by_proxy(serve: Callable[[Proxy, web.Request], Awaitable[web.StreamResponse]
 
 STOPPING = "This proxy is stopping; try again in a few seconds."
 _CUT_OFF = "This proxy had to stop before the answer was complete."
-# After the end of what was under way: for the errors to be sent.
+# For sending the errors of the requests that were cut off.
 _LAST_ERRORS_SECONDS = 2.0
 
 
@@ -342,7 +342,9 @@ class ActiveRequest:
     """One client's request.
 
     Attributes:
-        transcript: what the client has of its answer, if another instance could go on with it.
+        transcript: what the client has of its answer; None if no other instance could go on with it.
+        failed: instances that failed it, and are not asked again for it.
+        cut: whether the proxy cut it off because it stops.
     """
 
     task: asyncio.Task[Any]
@@ -353,12 +355,12 @@ class ActiveRequest:
     cut: bool = False
 
     def note_failure(self, outcome: Outcome) -> None:
-        """Who is to blame for it is not asked again; who is only drained may be, once it is resumed."""
+        """Adds the culprit to `failed`; one that is only drained may be asked again once it is resumed."""
         if outcome.culprit is not None and not outcome.moved:
             self.failed |= {outcome.culprit}
 
     def cut_off(self) -> None:
-        """Ends it with an error, whatever it is at."""
+        """Ends the request with an error, at whatever stage it is."""
         self.cut = True
         relay = self.attempt.relay if self.attempt is not None else None
         if relay is not None and not relay.resumable:
@@ -368,7 +370,7 @@ class ActiveRequest:
 
 
 class ActiveRequests:
-    """All requests that are under way; when it is `stopping` no more are taken on."""
+    """All requests that are under way; while `stopping`, new ones are refused."""
 
     def __init__(self, counters: RequestCounters) -> None:
         self._counters = counters
@@ -384,12 +386,12 @@ class ActiveRequests:
         return iter(list(self._open))
 
     def needs(self, prefill: Instance) -> bool:
-        """Whether a request waits for KV of this P."""
+        """Whether any request waits for KV from this P."""
         return any(each.attempt is not None and each.attempt.needs(prefill) for each in self._open)
 
     @contextmanager
     def enter(self, request: web.Request) -> Iterator[ActiveRequest]:
-        """One request, from its head to its end. Raises ProxyError if the proxy stops."""
+        """One request, from its head to its end. Raises ProxyError if the proxy stops before it ends."""
         if self.stopping:
             raise ProxyError(503, STOPPING, last=True)
         task = asyncio.current_task()
@@ -410,8 +412,8 @@ class ActiveRequests:
                 self._empty.set()
 
     async def clear(self, seconds: float, cut_short: asyncio.Event) -> int:
-        """Waits for requests to end by themselves, for `seconds` at most and not once there is a `cut_short`;
-        ends the rest, and returns how many those were."""
+        """Waits until all requests have ended, for `seconds` at most or until `cut_short` is set; then ends
+        the rest, and returns how many those were."""
         waits = [asyncio.create_task(self._empty.wait()), asyncio.create_task(cut_short.wait())]
         await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:

@@ -18,18 +18,18 @@ from .upstream import EVENT_END, NO_PROMPT_IDS, PROMPT_IDS, is_servers_error, sp
 _decoder = msgspec.json.Decoder(Fields)
 _DATA = b"data:"
 
-# Streams that another decode instance can go on with. D is asked for the token ids beside the text
-# (`return_token_ids`), which are taken out again where the client did not ask for them. If D is lost, another
-# one gets the prompt's ids and those of the answer as one prompt (continuation.py), from a *resume point*: a
-# number of tokens whose text the client has, whole. vLLM keeps back text of the tokens that it has sent: the
-# first bytes of a character, and what may be the beginning of a stop string (up to the length of the longest
-# one). So an event is a resume point if it has one token and some text: then nothing of a character is kept
-# back. With stop strings, its text ends so many characters later than the event shows. Streams of vLLM's Rust
-# server do not go on: it leaves out what is null, and tells of the end in an event of its own.
+# Streams that another decode instance can go on with. D is asked for token ids beside the text
+# (`return_token_ids`), which are taken out again if the client did not ask for them. If D is lost, another
+# one gets the ids of prompt and answer as one prompt (continuation.py), up to a *resume point*: a number of
+# tokens whose whole text the client has. vLLM keeps text of sent tokens back: the first bytes of a character,
+# and what may begin a stop string (up to the length of the longest one). So an event with one token and some
+# text is a resume point, as no part of a character is kept back then; with stop strings its text ends so
+# many characters later than the event shows. Streams of vLLM's Rust server do not go on: it leaves out what
+# is null, and reports the end in an event of its own.
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
-# Fields of a request that the continuation repeats.
+# Fields of a request that its continuation repeats.
 SAME = {
     "allowed_token_ids", "cache_salt", "chat_template_kwargs", "ignore_eos",
     "include_stop_str_in_output", "logit_bias", "min_p", "model", "priority", "reasoning_effort",
@@ -37,17 +37,17 @@ SAME = {
     "stop", "stop_token_ids", "stream_interval", "stream_options", "temperature", "top_k", "top_p",
     "user",
 }  # fmt: skip
-# Those that count tokens, or that the two endpoints name otherwise.
+# Fields that count tokens, or have different names at the two endpoints.
 _TRANSLATED = {
     "logprobs", "max_completion_tokens", "max_tokens", "min_tokens", "return_token_ids", "stream",
     "top_logprobs",
 }  # fmt: skip
-# Those that make the prompt's tokens, or change nothing of the answer.
+# Fields that make the prompt's tokens, or do not change the answer.
 _OF_THE_PROMPT = {
     "add_generation_prompt", "add_special_tokens", "chat_template", "continue_final_message",
     "messages", "metadata", "prompt", "store", "truncate_prompt_tokens", "truncation_side",
 }  # fmt: skip
-# Those with which an answer can go on elsewhere only if they have one of these values.
+# With these fields an answer can go on elsewhere only if they have one of these values.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "bad_words": (None, []),
     "best_of": (None, 1),
@@ -64,19 +64,19 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "use_beam_search": (None, False),
 }
-# Those that are read here, which vLLM takes in several spellings.
+# Fields that are read here, and that vLLM takes in several spellings.
 _SWITCHES = ("echo", "include_stop_str_in_output", "return_token_ids", "stream", "use_beam_search")
 _BOUNDS = ("max_completion_tokens", "max_tokens")
 _NUMBERS = (*_BOUNDS, "min_tokens", "n")
 _KNOWN = SAME | _TRANSLATED | _OF_THE_PROMPT | _ONLY.keys()
 _MAX_FIELD_BYTES = 16384
-"""Of all fields that are kept, besides the prompt."""
+"""The most bytes of all fields that are kept, without the prompt."""
 _DEFAULT_MAX_TOKENS = 16
-"""Of /v1/completions in vLLM."""
+"""vLLM's own for /v1/completions."""
 
 
 class _ContentPart(msgspec.Struct):
-    type: Literal["text"]  # vLLM knows pictures without it
+    type: Literal["text"]  # vLLM also takes pictures without a type
 
 
 class _ChatMessage(msgspec.Struct):
@@ -93,8 +93,9 @@ class Wanted:
 
     Attributes:
         kept_back: characters that vLLM may keep back for stop strings.
-        overlap: characters before these that a stop string may begin in, although they were sent.
-        shows_tokens: the client sees single tokens, and not only text.
+        overlap: characters that were sent already, but may begin a stop string.
+        shows_ids: whether the client gets token ids.
+        shows_tokens: whether the client sees single tokens (ids or log-probabilities), not only text.
     """
 
     chat: bool
@@ -107,7 +108,7 @@ class Wanted:
 
     @classmethod
     def of(cls, body: Body) -> Wanted | None:
-        """None if another instance could not go on with the answer exactly, or there is no stream."""
+        """None if no other instance could go on with the answer exactly, or if it is no stream."""
         views = body.fields
         if body.path not in (CHAT, COMPLETIONS) or not body.one_prompt or not _KNOWN.issuperset(views):
             return None
@@ -120,7 +121,7 @@ class Wanted:
         try:
             if any(msgspec.json.decode(raw[name]) not in _ONLY[name] for name in _ONLY.keys() & raw.keys()):
                 return None
-            # Refused: no picture has its tokens in the prompt's ids alone.
+            # Pictures fail here: the prompt's ids alone do not give them.
             if chat and re.search(rb'"content"\s*:\s*\[', views["messages"]):
                 _messages.decode(views["messages"])
             stops = _stops.decode(raw.get("stop", b"null")) or []
@@ -136,7 +137,7 @@ class Wanted:
 
     @cached_property
     def fields(self) -> Fields:
-        """Those that are not the prompt's. Raises ValueError if one is nested too deeply."""
+        """The fields without the prompt's. Raises ValueError if one is nested too deeply."""
         return {name: msgspec.json.decode(value) for name, value in self._raw.items()}
 
     @property
@@ -150,17 +151,17 @@ class Wanted:
 
     @property
     def least_tokens(self) -> int:
-        """Raises as `most_tokens`."""
+        """Tokens of the whole answer, at least. Raises as `most_tokens`."""
         return index(self.fields.get("min_tokens") or 0)
 
     def may_begin_stop(self, text: str) -> bool:
-        """Whether a stop string may begin in this text that is not complete in it."""
+        """Whether the end of this text may begin a stop string."""
         begun = (stop[:length] for stop in self.stops for length in range(1, len(stop)))
         return any(map(text.endswith, begun))
 
     def most_tokens(self, context: int) -> int:
-        """Tokens of the whole answer, at most; `context`: those of the model that the prompt leaves. Raises
-        TypeError if the request has no whole number, which vLLM refuses."""
+        """Tokens of the whole answer, at most; `context`: those that the prompt leaves of the context. Raises
+        TypeError if the request's bound is no whole number, which vLLM refuses."""
         for name in _BOUNDS if self.chat else _BOUNDS[1:]:
             if self.fields.get(name) is not None:
                 return index(self.fields[name])
@@ -171,7 +172,7 @@ _IDS, _NO_IDS = b'"token_ids":[', b'"token_ids":null'
 """Neither can begin within a JSON string, where quotes are escaped."""
 DATA_SPACE, DONE = b"data: ", b"data: [DONE]"
 NOTHING = b'"delta":{}'
-"""Of a token that a parser of tools gives no text; without a wish for ids no such event is sent."""
+"""Of a token to which a tool parser gives no text; vLLM sends such events only where ids are asked for."""
 _ONLY_USAGE = b'"choices":[]'
 _ERROR = b'data: {"error"'
 GOES_ON, ENDS = b'"finish_reason":null', b'"finish_reason":"'
@@ -183,7 +184,7 @@ class _Text(msgspec.Struct):
 
 
 class TextChoice(msgspec.Struct):
-    """What an answer has in one event."""
+    """The choice in one event of an answer."""
 
     text: str | None = None
     delta: _Text | None = None
@@ -193,7 +194,7 @@ class TextChoice(msgspec.Struct):
 
     @property
     def said(self) -> str | None:
-        """Its text; None if it has something else."""
+        """Its text; None if it has anything else."""
         return self.text if self.delta is None else self.delta.content
 
 
@@ -206,7 +207,7 @@ _text_event = msgspec.json.Decoder(_TextEvent)
 
 @dataclass
 class TranscriptMemory:
-    """Bytes that all transcripts hold; `most_each`: one of them, at most."""
+    """Bytes that all transcripts hold together; `most` of all, and `most_each` of one."""
 
     most: int
     most_each: int
@@ -217,9 +218,9 @@ class ResumePoint(NamedTuple):
     """From where an answer can go on.
 
     Attributes:
-        bytes: of the ids of its tokens, up to here.
-        chars: where their text ends, of the text that is counted.
-        offset: where their text ends for `text_offset` of log-probabilities.
+        bytes: length of the ids of the tokens up to here.
+        chars: where their text ends, in characters of the counted text.
+        offset: where their text ends, as `text_offset` of log-probabilities counts.
     """
 
     bytes: int
@@ -232,12 +233,12 @@ class Transcript:
     """What the client has of one streamed answer, over all instances that have sent parts of it.
 
     Attributes:
-        possible: another instance could go on with it.
-        stays: a D that sends a part of it counts all of its tokens.
+        possible: whether another instance could go on with it.
+        stays: whether none could after all, as the ping of a D that sent a part of it says (`resumes`).
         head: the first event, without ids.
-        failed: the event, an error of the instance's own, that has come in place of the rest.
-        finished: the event with the `finish_reason` has been passed on.
-        counted: so has the event with the usage of the whole answer.
+        failed: the event with the instance's own error, if one came in place of the rest; else b"".
+        finished: whether the event with the `finish_reason` has been passed on.
+        counted: whether the event with the usage of the whole answer has been passed on.
         prompt_tokens: of the request; 0 before the first event.
     """
 
@@ -254,18 +255,18 @@ class Transcript:
     _prompt: bytes = b""
     _ids: bytearray = field(default_factory=bytearray)
     _chars: int = 0
-    """Of text, without that of events of which no more is known than that they have some."""
+    """Characters of text, without those of events whose text was not decoded."""
     _safe: int = 0
-    """The resume point, as ResumePoint has it, and the next two."""
+    """This and the next two are the resume point: its `bytes`, `chars` and `offset`."""
     _safe_chars: int = 0
     _safe_offset: int = 0
     _coming: deque[ResumePoint] = field(default_factory=deque)
-    """Points whose text has not been sent to its end."""
+    """Later resume points, whose text has not been sent to its end yet."""
     _counted: int = 0
 
     @classmethod
     def of(cls, body: Body, memory: TranscriptMemory) -> Transcript | None:
-        """For the answer to this request; None if it is no stream, or none that others could go on with."""
+        """For the answer to this request; None if it is no stream that others could go on with."""
         wanted = Wanted.of(body)
         return None if wanted is None else cls(wanted, memory)
 
@@ -273,7 +274,7 @@ class Transcript:
         chat = self.wanted.chat
         self._text = b'"delta":{"content":"' if chat else b'"text":"'
         self.plain = not (self.wanted.shows_tokens or self.wanted.kept_back or self.wanted.overlap)
-        """That an event has one token and some text is all that need be known of it."""
+        """Whether an event with one token and some text need not be decoded."""
 
     @property
     def tokens(self) -> int:
@@ -282,38 +283,38 @@ class Transcript:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether another instance can go on with what is known of it now."""
+        """Whether another instance can go on with it now."""
         return self.possible and not self.stays and self.prompt_tokens > 0
 
     def comes_from(self, resumes: int) -> None:
-        """A D sends a part of it, whose ping says this of streams that go on."""
+        """A D whose ping has this `resumes` sends a part of it."""
         self.stays |= resumes <= self.wanted.needs_context
 
     @property
     def needs_context(self) -> bool:
-        """Whether it has begun, and who goes on with it has to know the model's context."""
+        """Whether it has begun, and the proxy must know the model's context of the D that goes on with it."""
         return self.prompt_tokens > 0 and self.wanted.needs_context
 
     @property
     def movable(self) -> bool:
-        """Whether another instance may take over while this one is well: what comes again is the same."""
+        """Whether another instance may take over from a healthy one: what it repeats will be the same."""
         beyond = len(self._ids) > self._safe or self._chars > self._safe_chars
         return self.can_go_on and not self.finished and (not beyond or self.wanted.greedy)
 
     def feed(self, data: bytes) -> bytes:
-        """The instance's next events, as the client gets them; none after an error of the instance's."""
+        """The instance's next events as the client gets them, up to an error of the instance's own."""
         if data.find(EVENT_END) == len(data) - len(EVENT_END):
             return self._passed(data)  # one, as nearly always
         return b"".join(self._passed(event) for event in self.events(data))
 
     def begin(self, events: bytes, prompt: bytes) -> bytes:
-        """The same, for the first events, without the token ids of the `prompt`; b"": they have them."""
+        """As `feed`, for first events without the token ids of the `prompt`; b"": the events have these."""
         self._prompt = prompt
         passed, shown = self.feed(events), prompt and self.wanted.shows_ids
         return passed.replace(NO_PROMPT_IDS, PROMPT_IDS + prompt + b"]", 1) if shown else passed
 
     def events(self, data: bytes) -> Iterator[bytes]:
-        """One by one, up to an error of the instance."""
+        """The events one by one, up to an error of the instance's own."""
         *events, rest = data.split(EVENT_END)
         for event in events:
             yield event + EVENT_END
@@ -325,11 +326,11 @@ class Transcript:
 
     @property
     def bytes_held(self) -> int:
-        """How many bytes of `memory` are this one's."""
+        """How many bytes of `memory` this transcript takes."""
         return self._counted + len(self._prompt)
 
     def drop(self) -> None:
-        """No other instance can go on with it. What it holds is let go. Idempotent."""
+        """Frees what it holds: no other instance can go on with it any more. Idempotent."""
         self.possible = False
         self.memory.held -= self.bytes_held
         self._counted = 0
@@ -346,7 +347,7 @@ class Transcript:
             self._begin(event)
         self.finished = ENDS in event
         if self.possible and not (self.finished or GOES_ON in event):
-            self.drop()  # the answer may end with it, and nothing says so
+            self.drop()  # the answer may end with this event, and nothing in it says so
         elif self.possible:
             self._note(event, event[at + len(_IDS) : end])
         if self.wanted.shows_ids:
@@ -363,7 +364,7 @@ class Transcript:
             return
         some = start >= 0 and not event.startswith(b'"', start + len(self._text))
         if some and self.plain and ids.isdigit():
-            # Without a look at the text: each token of nearly each answer comes by here.
+            # The text is not decoded: nearly every token of nearly every answer passes here.
             self.note_token(ids)
             return
         text, offset = text_of(event).said or "", 0
@@ -372,13 +373,13 @@ class Transcript:
         self._note_text(ids, text, offset)
 
     def note_token(self, ids: bytes) -> None:
-        """Of an answer that is `plain`, an event with one token and some text."""
+        """Takes in an event with one token and some text, of a `plain` answer."""
         if self.possible:
             self._add(ids)
             self._safe, self._safe_chars = len(self._ids), self._chars
 
     def note_decoded(self, ids: Sequence[int], text: str, offset: int, finished: bool) -> None:
-        """An event that is decoded; `offset`: where its text ends for `text_offset`."""
+        """Takes in a decoded event; `offset`: where its text ends, as `text_offset` counts."""
         self.finished |= finished
         if self.possible:
             self._note_text(b",".join(b"%d" % each for each in ids), text, offset)
@@ -399,7 +400,7 @@ class Transcript:
             self._count()
 
     def without_tokens(self, event: bytes) -> bytes:
-        """An event that has no tokens: a chat's first, an error, the usage, or the end."""
+        """Passes on an event without tokens: a chat's first, an error, the usage, or the end."""
         if event.startswith(DONE):
             self.done = True
         elif event.startswith(_ERROR):
@@ -415,7 +416,7 @@ class Transcript:
         return event
 
     def _begin(self, event: bytes) -> None:
-        """Takes in the first event, with the prompt's tokens."""
+        """Takes in the first event, which has the prompt's tokens."""
         self.head, ids = split_prompt(event)
         self._prompt = ids or self._prompt
         if not self._prompt:
@@ -426,7 +427,7 @@ class Transcript:
         self._count()
 
     def _count(self) -> None:
-        """More is held: `_counted` is what the ids may take until this is called again."""
+        """Counts more memory: the ids may take `_counted` bytes until this has to be called again."""
         step = max(_MEMORY_STEP, len(self._ids) - self._counted)
         self.memory.held += step
         self._counted += step
@@ -434,21 +435,21 @@ class Transcript:
             self.drop()
 
     def has_room(self, prompt: int) -> bool:
-        """Whether a prompt of so many bytes of ids may be held beside what is held."""
+        """Whether a prompt of so many bytes of ids may be held, too."""
         memory, nbytes = self.memory, prompt + _MEMORY_STEP
         return nbytes <= memory.most_each and memory.held + nbytes <= memory.most
 
     def settle(self) -> None:
-        """Another instance goes on from here: the caller knows that the text is whole."""
+        """Makes the current end the resume point: the caller knows that the text is whole there."""
         self._safe, self._safe_chars = len(self._ids), self._chars
         self._safe_offset = self._coming[-1].offset if self._coming else self._safe_offset
         self._coming.clear()
 
     def rewind(self) -> tuple[int, int, list[int], int]:
-        """Goes back to the resume point, where another instance goes on; all its events are decoded.
+        """Goes back to the resume point, from which another instance goes on.
 
-        Returns the answer's tokens up to the point and the point's offset; and of what the client has beyond
-        it, the ids and the characters of text, without those that are kept back.
+        Returns how many tokens the answer has up to there and the point's offset; and, of what the client has
+        beyond it, the token ids and how many characters, without those that vLLM keeps back.
         """
         ids = [int(each) for each in bytes(self._ids[self._safe : -1]).split(b",") if each]
         chars = self._chars - self._safe_chars
@@ -459,7 +460,7 @@ class Transcript:
 
     @property
     def all_ids(self) -> bytes:
-        """The token ids of the prompt and the answer, with commas."""
+        """The token ids of prompt and answer, separated by commas."""
         return b",".join(filter(None, (self._prompt, bytes(self._ids[:-1]))))
 
 
@@ -468,12 +469,12 @@ def fields_of(event: bytes) -> Fields:
 
 
 def text_of(event: bytes) -> TextChoice:
-    """Of an event with a choice. Raises msgspec.MsgspecError."""
+    """The choice of an event that has one. Raises msgspec.MsgspecError."""
     return _text_event.decode(event[len(DATA_SPACE) :]).choices[0]
 
 
 def end_of_offsets(choice: Fields) -> int:
-    """Where the text of a completion's last token ends, by its `text_offset`; 0 if it has none."""
+    """Where the text of a completion's last token ends, by its `text_offset`; 0 without offsets."""
     found = choice.get("logprobs") or {}
     offsets, tokens = found.get("text_offset"), found.get("tokens")
     return offsets[-1] + len(tokens[-1]) if offsets and tokens else 0
