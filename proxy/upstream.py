@@ -28,37 +28,37 @@ from .metrics import EndOfCall, StreamTimer
 
 logger = logging.getLogger(__name__)
 
-# vLLM's server closes a connection that was idle for 5 s; one that it may be closing is not used again.
+# vLLM's server closes a connection that was idle for 5 s; connections close to that are not used again.
 _KEEPALIVE_SECONDS = 3.0
 _CONNECT_SECONDS = 5.0
-# The same, and the time to look its name up.
+# _CONNECT_SECONDS, and the time to look the host's name up.
 _REACH_SECONDS = 10.0
 # The largest answer that is read whole: errors, lists of models, P's single tokens.
 _MAX_WHOLE_BYTES = 64 << 20
-# A connection that its server closes as it is used again ends at once. One that ends later had the request.
+# An idle connection that its server closed ends at once when used; one that ends later had the request.
 _REPEAT_SECONDS = 1.0
-# How much is held back of an answer that is no stream until all has come, which is at once: so another
-# instance can be asked if it does not come whole.
+# An answer that is no stream is held back up to this size until it is whole, as it mostly is at once: so
+# another instance can be asked if it does not come whole.
 _MAX_HELD_BYTES = 1 << 20
-# An answer that has begun, of an instance whose engine seems to hang, ends after so long without a byte.
+# If an instance's engine seems to hang, an answer that has begun ends after so long without a byte.
 _HUNG_SECONDS = 5.0
-# While the proxy waits for an answer it sends nothing, and of an instance that has sent its goodbye it only
-# learns whether its port refuses. If that instance's host went down then, it would wait for ever. So TCP
-# probes the host after 10 s of silence, and gives up after 20; its kernel answers, however busy it is.
+# While the proxy waits for an answer it sends nothing, and after an instance's goodbye it only asks whether
+# the port refuses. If the host went down then, it would wait for ever. So TCP probes the host after 10 s of
+# silence and gives up after 20; the host's kernel answers, however busy the host is.
 _KEEPALIVE_PROBES = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 5}
 
 EVENT_STREAM = "text/event-stream"
 LONGEST_EVENT = 2 << 20
-"""Bytes of a stream that are held until its first event with content is there, which may have a prompt's
-tokens, and of any event until it is whole; at most."""
+"""The most bytes of a stream that are held until its first event with content has come, which may have a
+prompt's tokens; and of any event until it is whole."""
 
 
 class Client:
     """A proxy's connections to instances: as many as there are requests, and no deadline on an answer.
 
-    Connections are kept for the next request. An instance may close an idle one at the very moment in which
-    it is used again. That is no failure of the instance: the request goes once more, over a new connection;
-    `reconnected` counts these. The `get` of `pooled` tries once more by itself.
+    Connections are kept for the next request. An instance may close an idle one just as it is used again.
+    That is no failure of the instance: the request is sent again over a new connection; `reconnected` counts
+    these. The `get` of `pooled` tries again by itself.
     """
 
     def __init__(self) -> None:
@@ -73,8 +73,8 @@ class Client:
     async def post(
         self, url: str, body: Content, headers: Headers, may_repeat: Callable[[], bool] = lambda: True
     ) -> aiohttp.ClientResponse:
-        """The answer's head; `may_repeat` is asked before a second time. Raises ClientError or OSError."""
-        reused: list[bool] = []  # not empty if its connection was idle until now
+        """The answer's head; `may_repeat` is asked before a second try. Raises ClientError or OSError."""
+        reused: list[bool] = []  # not empty if the connection was idle until now
         began = time.monotonic()
         try:
             return await self.pooled.post(
@@ -89,13 +89,13 @@ class Client:
         return await self._fresh.post(url, data=_payload(body), headers=headers, allow_redirects=False)
 
 
-# Up to this size a body is sent as one piece, together with the request's head.
+# Bodies of up to this size are sent as one piece, together with the request's head.
 _ONE_PIECE_BYTES = 1 << 16
 _SENT_AT_ONCE = 1 << 17
 
 
 class _Streamed(aiohttp.Payload):
-    """A large body, sent piece by piece, at the pace of who reads it, and never copied as a whole."""
+    """A large body, sent piece by piece, as fast as the instance reads it, and never copied as a whole."""
 
     _autoclose = True
 
@@ -112,7 +112,7 @@ class _Streamed(aiohttp.Payload):
             for at in range(0, len(view), _SENT_AT_ONCE):
                 await writer.write(view[at : at + _SENT_AT_ONCE])
                 if at:
-                    await asyncio.sleep(0)  # others get their turn, too, if this one reads very fast
+                    await asyncio.sleep(0)  # other requests get their turn, even if this one is read fast
 
 
 def _payload(body: Content) -> bytes | _Streamed:
@@ -125,7 +125,7 @@ async def _reused(_: aiohttp.ClientSession, context: Any, __: aiohttp.TraceConne
 
 
 class _InstanceConnection(ResponseHandler):
-    """Also ends an answer of which aiohttp could not read a chunk: who reads it would wait for ever."""
+    """Also ends an answer with a chunk that aiohttp cannot read: its reader would wait for ever."""
 
     def connection_lost(self, exc: BaseException | None) -> None:
         answer = getattr(self, "_payload", None)  # aiohttp's own
@@ -151,14 +151,14 @@ def _session(**connections: Any) -> aiohttp.ClientSession:
 def _closed_unanswered(error: Exception) -> bool:
     """Whether a connection ended before any byte of an answer."""
     if isinstance(error, aiohttp.ServerDisconnectedError):
-        return isinstance(error.message, str)  # else it holds the part of a head that has arrived
+        return isinstance(error.message, str)  # else it is the part of a head that has come
     if isinstance(error, aiohttp.ClientConnectorError | TimeoutError):
         return False
     return isinstance(error, ConnectionError | aiohttp.ClientOSError)
 
 
 def _socket(place: aiohttp.AddrInfoType) -> socket.socket:
-    """One whose connection breaks when the other host is gone."""
+    """A socket whose connection breaks when the other host is gone."""
     made = socket.socket(*place[:3])  # its family, kind and protocol
     made.setblocking(False)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -189,8 +189,8 @@ class Reply:
 
 
 class CallFailed(Exception):
-    """A call ended without a success. The message is for the client; the log has the details. `reply`: the
-    instance's own answer, if it gave a whole one; `detail`: what it wrote of an error in place of a token."""
+    """A call ended without a success. The message is for the client, the cause for the log. `reply`: the
+    instance's own answer, if it is whole; `detail`: the message of an error in place of a first token."""
 
     def __init__(self, end: CallEnd, why: str, reply: Reply | None = None, detail: str = "") -> None:
         super().__init__(why)
@@ -215,7 +215,7 @@ _LOST: dict[LossReason, tuple[CallEnd, str]] = {
 }
 
 Begun = tuple[aiohttp.ClientResponse, bytes]
-"""An answer that has begun, a success; and the start of its body, which holds the first token."""
+"""A successful answer that has begun, and the start of its body, which has the first token."""
 
 
 @dataclass(eq=False)
@@ -223,10 +223,10 @@ class Call:
     """One POST to one instance. `close` aborts it, by closing the connection.
 
     Attributes:
-        tokens: of the prompt, that the instance computes while this call is open; 0 if it is no P.
-        may_repeat: asked before the request goes once more, over another connection.
-        may_leave: whether the request has anywhere else to go; asked each second while only /health answers.
-        why: why it has failed; "" if it has not.
+        tokens: of the prompt, which the instance computes while this call is open; 0 if it is no P.
+        may_repeat: asked before the request is sent again, over another connection.
+        may_leave: whether another instance could serve the request; asked while this one's engine may hang.
+        why: why the call has failed, for "it ..."; "" if it has succeeded.
         known: set once the instance has accepted or refused the request, or failed.
     """
 
@@ -250,8 +250,7 @@ class Call:
     _cleanup: ExitStack = field(default_factory=ExitStack)
 
     async def read_answer(self, body: Content, deadline: float | None = None) -> Reply:
-        """The whole answer, by the `deadline`, by the loop's clock. Raises CallFailed, also if it is no
-        success."""
+        """The whole answer, until the `deadline` by the loop's clock. Raises CallFailed, also for errors."""
         with self._in_time(deadline):
             reply = await read_whole(await self._open(body))
             if gave_up(self.path, reply.body):
@@ -260,7 +259,7 @@ class Call:
         return reply
 
     async def begin(self, body: Content, deadline: float | None = None) -> Begun:
-        """The answer from its first token on, which has to be there by the `deadline`. Raises CallFailed."""
+        """The answer from its first token on, which has to come by the `deadline`. Raises CallFailed."""
         try:
             with self._in_time(deadline):
                 response = await self._open(body)
@@ -273,13 +272,13 @@ class Call:
         return response, head
 
     async def read_rest(self, response: aiohttp.ClientResponse) -> bytes:
-        """What its answer has behind the beginning. Raises CallFailed."""
+        """The rest of an answer that has begun. Raises CallFailed."""
         with self._in_time():
             return (await read_whole(response)).body
 
     @contextmanager
     def _in_time(self, deadline: float | None = None) -> Iterator[None]:
-        """Loses the call at the deadline, if there is one; if it fails, notes why."""
+        """Gives the call up at the deadline, if there is one; notes why it failed, if it did."""
         late = None if deadline is None else asyncio.get_running_loop().call_at(deadline, self.lose, "late")
         try:
             yield
@@ -290,7 +289,7 @@ class Call:
                 late.cancel()
 
     async def _open(self, body: Content) -> aiohttp.ClientResponse:
-        """Sends the request and waits for the answer's head. Raises CallFailed, also if it is no success."""
+        """Sends the request and waits for the answer's head. Raises CallFailed, also for error answers."""
         self._cleanup.enter_context(self.instance.busy(self.lose, self.tokens))
         url = self.instance.url + self.path
         self._asking = asyncio.current_task()
@@ -322,9 +321,8 @@ class Call:
         return self._response
 
     def lose(self, loss: LossReason) -> None:
-        """The call fails. An instance that has stopped still sends the rest of what it has begun to answer.
-        One that hangs may go on, as far as its pings show: then only what has not begun, and has somewhere
-        else to go, is taken from it. An answer that has come to its end needs no instance any more."""
+        """Gives the call up, unless it may still succeed: a whole answer needs no instance any more, one that
+        has stopped still sends the rest of what it has begun, and one that hangs may go on (`_stuck`)."""
         if self._response is not None and self._response.content.is_eof():
             return
         begun = self.end is CallEnd.ANSWERED
@@ -337,19 +335,20 @@ class Call:
             self._response.close()
         elif self._asking is not None:
             self._asking.cancel()
-            self._asking = None  # a second one would pass for the client's end
+            self._asking = None  # a second cancellation would look as if the client had left
 
     def streams(self, pace: StreamTimer) -> None:
-        """Its answer is a stream, whose events show whether the instance hangs."""
+        """Its answer is a stream, measured by `pace`: its events show whether the instance hangs."""
         self._pace = pace
 
     def _stuck(self, begun: bool) -> bool:
-        """Whether an instance that hangs keeps this call waiting for no good."""
+        """Whether this call has to leave an instance that hangs: if its pings vouch for its engine, once
+        nothing comes any more; else if the answer has not begun and another instance could serve it."""
         if not begun:
             return self.instance.vouches or self.may_leave()
         if not self.instance.vouches:
             return False
-        # By what earlier calls have seen: whether more of the answer has come in the last seconds.
+        # Whether more of the answer has come since an earlier look, in the last seconds.
         assert self._response is not None
         received = self._response.content.total_bytes if self._pace is None else self._pace.events
         now = time.monotonic()
@@ -358,9 +357,8 @@ class Call:
         return now - self._moved >= _HUNG_SECONDS
 
     async def _first_event(self, response: aiohttp.ClientResponse) -> bytes:
-        """The start of a successful answer, as far as it proves that generation has begun: in an event stream
-        everything up to the first event with content, else all of it, or its first MiB. Raises CallFailed if
-        there is none."""
+        """The start of a successful answer, as far as it proves that generation has begun: a stream up to its
+        first event with content; another answer whole, or its first MiB. Raises CallFailed if none comes."""
         streamed = response.content_type == EVENT_STREAM
         most = LONGEST_EVENT if streamed else _MAX_HELD_BYTES
         head, event = b"", None
@@ -378,8 +376,8 @@ class Call:
         return head
 
     def _check_begin(self, response: aiohttp.ClientResponse, head: bytes, event: Any) -> None:
-        """Raises CallFailed if the start of an answer shows that it is no success, a stream by its first
-        `event` with content, if there is one."""
+        """Raises CallFailed if the start of an answer shows that it is no success. `event`: a stream's first
+        event with content; None if it has none."""
         streamed, ended = response.content_type == EVENT_STREAM, response.content.at_eof()
         if not head or (streamed and ended and event is None):
             raise CallFailed(CallEnd.BROKEN, "ended its answer without a token")
@@ -395,19 +393,19 @@ class Call:
             raise CallFailed(CallEnd.ERROR, "answered with an error before its first token", detail=detail)
 
     def _failed(self, error: CallFailed) -> CallFailed:
-        """Notes why the call has failed: if it was given up, for that reason."""
+        """Notes why the call has failed; if the proxy gave it up, that is why."""
         if self._lost is not None and error.reply is None:
             error = CallFailed(*_LOST[self._lost])
         self.end, self.why = error.end, str(error)
         return error
 
     def close(self, failed: str = "") -> None:
-        """Ends the call; `failed`: why, for traces. After a whole answer the connection stays. Idempotent."""
+        """Ends the call; `failed`: why, for traces. A connection stays after a whole answer. Idempotent."""
         if self._response is not None:
             self._response.close()
         self._cleanup.close()
         self.ended(failed)
-        self.may_repeat = self.may_leave = bool  # no more: those of an attempt would make it refer to itself
+        self.may_repeat = self.may_leave = bool  # those of an attempt would be a cycle of references
 
 
 async def read_whole(response: aiohttp.ClientResponse) -> Reply:
@@ -428,17 +426,17 @@ PROMPT_IDS, NO_PROMPT_IDS = b'"prompt_token_ids":[', b'"prompt_token_ids":null'
 
 
 def split_prompt(events: bytes) -> tuple[bytes, bytes]:
-    """Events without the prompt's token ids, and these, with commas: b"" if they are not there whole."""
+    """Events without the prompt's token ids, and the ids, separated by commas; b"" if they are not whole."""
     before, _, rest = events.partition(PROMPT_IDS)
     ids, end, behind = rest.partition(b"]")
     return (before + NO_PROMPT_IDS + behind, ids) if end else (events, b"")
 
 
-# The first event of a stream: vLLM sends the head of a success before it knows if it can generate anything.
+# The first event of a stream. vLLM sends a head of success before it knows whether it can generate anything.
 
 
 def first_content(head: bytes) -> Any:
-    """The first whole event with more than the role of the speaker, decoded; None while there is none."""
+    """The first whole event with more than the speaker's role, decoded; None while there is none."""
     *lines, _ = head.split(b"\n")
     for line in lines:
         if line.startswith(_DATA):
@@ -449,7 +447,7 @@ def first_content(head: bytes) -> Any:
 
 
 _MISTAKES = {"invalid_request_error", "not_found_error", "request_too_large", "rate_limit_error"}
-"""What /v1/messages of vLLM 0.33 says in place of a status of 4xx."""
+"""Types of errors that /v1/messages of vLLM 0.33 sends in place of a 4xx status."""
 
 
 def is_servers_error(event: Any) -> bool:
@@ -461,12 +459,12 @@ def is_servers_error(event: Any) -> bool:
 
 
 def _ends(event: Any) -> bool:
-    """Whether this is the end, or the usage before it, which is all of an answer given up without a token."""
+    """Whether this event is the end, or the usage before it: then the answer was given up without a token."""
     return _get(event, "choices") == [] or (isinstance(event, bytes) and event.strip() == b"[DONE]")
 
 
 def _get(value: Any, name: str) -> Any:
-    """A field of what may be no object."""
+    """A field of an object; None if it lacks it, or is no object."""
     return value.get(name) if isinstance(value, dict) else None
 
 
@@ -476,11 +474,11 @@ def _text(value: Any, name: str) -> str:
 
 
 def _decoded(data: bytes) -> Any:
-    """What is no JSON, such as [DONE], or is empty, stands for itself."""
+    """The JSON value; the data themselves if they are no JSON, such as [DONE], or decode to nothing."""
     return decoded(ANYTHING, data, data) or data
 
 
-# What /v1/responses and /v1/messages send before anything is generated, or together with it.
+# Events of /v1/responses and /v1/messages that come before or with what is generated.
 _ANNOUNCEMENTS = {
     "response.created", "response.queued", "response.in_progress", "message_start", "content_block_start",
     "ping",
@@ -488,7 +486,7 @@ _ANNOUNCEMENTS = {
 
 
 def _announces(event: Any) -> bool:
-    """Whether it only opens the answer, or has nothing but the role of the speaker, as a chat's first one."""
+    """Whether an event only opens the answer, or has only the speaker's role, as a chat's first one."""
     choices = _get(event, "choices")
     roles = isinstance(choices, list) and bool(choices) and all(map(_is_role, choices))
     return roles or _text(event, "type") in _ANNOUNCEMENTS
@@ -501,9 +499,8 @@ def _is_role(choice: Any) -> bool:
     return not any(value for name, value in delta.items() if name != "role")
 
 
-# Answers that were given up. A vLLM that is stopped (SIGTERM) ends the requests that it works on with
-# status 200 and the tokens that it has. An aborted request ends so, too, but then its client has left. What
-# vLLM 0.32 writes then:
+# Answers that were given up. A vLLM that is stopped (SIGTERM) ends its requests with status 200 and the
+# tokens that it has. Aborted requests end so, too, but their clients have left. What vLLM 0.32 writes then:
 #
 # /v1/completions, /v1/chat/completions: "abort" as the `finish_reason` of a choice, streamed or not.
 # /v1/messages: a message, or in a stream its `message_delta`, without a `stop_reason`; every answer that is
@@ -511,10 +508,10 @@ def _is_role(choice: Any) -> bool:
 # /v1/responses: status "cancelled" for models with a Harmony template. For other models only the count of
 #     tokens shows it: an answer without any was given up. One that was given up later looks complete.
 #
-# An answer can repeat what its client has sent (metadata, a tool's input): so each is read from the JSON.
+# An answer may repeat what its client has sent (metadata, a tool's input), so the JSON is decoded.
 
 STOPPED = "was stopped before its answer was complete"
-"""The words of an error about an instance that gave an answer up."""
+"""What an error says of an instance that gave an answer up, after "it"."""
 
 
 class _AnswerPart(msgspec.Struct):
@@ -524,7 +521,7 @@ class _AnswerPart(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """What shows in a whole answer, or in an event, of any endpoint that it was given up."""
+    """The fields of a whole answer or an event, of any endpoint, that show whether it was given up."""
 
     type: str = ""
     object: str = ""
@@ -559,13 +556,13 @@ SIGNS: dict[str, bytes] = {
     "/v1/messages": b'"message_delta"',
     "/v1/responses": b'"usage":{',
 }
-"""Bytes without which an event does not show that its answer was given up, so that others are not decoded."""
+"""An event without these bytes does not show that its answer was given up, and is not decoded."""
 _DATA = b"data:"
 EVENT_END = b"\n\n"
 
 
 def gave_up(path: str, body: bytes) -> bool:
-    """Whether the instance has given a whole answer up that is no stream."""
+    """Whether this whole answer, which is no stream, was given up by its instance."""
     sign = SIGNS.get(path)
     return sign is not None and (sign is not _ABORT or _ABORT in body) and _given_up(body)
 
@@ -575,8 +572,8 @@ def _given_up(data: bytes) -> bool:
 
 
 def first_given_up(part: bytes, sign: bytes | None, *, streamed: bool) -> int:
-    """Where in a part of an answer that begins which gives up; -1 if nothing does. Of a stream the part has
-    whole events. Of a JSON this is exact where nothing that a client chose stands outside of a string."""
+    """Where the event or field that gives up begins in this part of an answer; -1 if none does. A stream's
+    part has whole events. For JSON it is exact where all that a client chose stands in strings."""
     if not streamed:
         return part.find(ABORTED) if sign is _ABORT else -1
     at = 0

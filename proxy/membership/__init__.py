@@ -1,4 +1,4 @@
-"""Which instances there are, from their pings, their /health and what the command line lists.
+"""Which instances there are, by their pings, their /health and the list on the command line.
 
 This package needs no proxy: give a `Membership` an aiohttp session, have it `listen`, and `run` it.
 """
@@ -21,8 +21,8 @@ from .registry import Registry
 
 
 class Membership:
-    """Keeps one registry up to date, and sends D's the P's that they may be paired with. The session asks
-    instances and is not closed here; `clock` is monotonic seconds; the `listeners` are the oldest first."""
+    """Keeps one registry up to date, and tells D's which P's they may be paired with. The session is used to
+    ask instances, and not closed here; `clock`: monotonic seconds; `listeners`: the oldest first."""
 
     def __init__(self, session: aiohttp.ClientSession, registry: Registry) -> None:
         self.registry, self.clock = registry, time.monotonic
@@ -33,14 +33,14 @@ class Membership:
         self._watches: list[ListedWatch] = []
 
     def take(self, ping: Ping, source: PingSource) -> None:
-        """One ping, from a discovery socket or made up for a listed instance."""
+        """Takes in one ping, from a discovery socket or made up for a listed instance."""
         now = self.clock()
         if self.registry.observe(ping, now, source) is not None:
             self.prober.wakeup.set()
         self.partners.answer(ping, source, now)
 
     def on_change(self, call: Callable[[], None]) -> None:
-        """`call` from now on when there may be instances for requests that wait."""
+        """From now on, `call` whenever there may be instances for waiting requests."""
         self.prober.changed = call
 
     def listen(self, endpoint: str, members: Members | None = None) -> Listener:
@@ -49,7 +49,7 @@ class Membership:
         return self.listeners[-1]
 
     def watch(self, listed: Sequence[ListedInstance], members: Members | None = None) -> None:
-        """These are there without a ping, as long as their /health answers, while it runs."""
+        """While it runs, keeps these instances registered without pings, as long as their /health answers."""
         self._watches += (
             ListedWatch(each, self._session, self.registry, self.take, members, self.clock) for each in listed
         )

@@ -1,7 +1,7 @@
-"""One engine as its pings and its answers show it: what it serves, whether it is well, how busy it is.
+"""One engine as its pings and answers show it: what it serves, whether it is healthy, how busy it is.
 
-How busy it is (`in_flight`, `places`, `decode_alone`, `expected`, `tokens`) only its own methods write. They
-keep `order` up to date, by which policies compare instances: so choosing the least busy one of a thousand
+Only its own methods write how busy it is (`in_flight`, `places`, `decode_alone`, `expected`, `tokens`). They
+keep `order` up to date, by which policies compare instances, so choosing the least busy one of a thousand
 computes nothing. No IO, no clock; all `now` are seconds of one monotonic clock.
 """
 
@@ -20,11 +20,11 @@ from typing import Literal, Protocol
 from p2pkv.control.discovery import PING_INTERVAL, Ping, Workload, fit_differences
 from p2pkv.pairing import Address
 
-# Three lost pings and a little: an instance whose ping is merely late stays.
+# Three lost pings and a little more: an instance whose ping is only late stays.
 LIFE = 3 * PING_INTERVAL + 1.0
 REQUEST_TOKENS = 256
-"""A request weighs as much on D as so many tokens of its prompt: a step of D's takes longer with each
-sequence, and with the KV that each of them reads."""
+"""A request loads D as much as so many tokens of its prompt: D's steps take longer with each sequence, and
+with the KV that each of them reads."""
 
 _BREAKER_WINDOW_SECONDS = 30.0
 _BREAKER_OUTCOMES = 100
@@ -32,7 +32,7 @@ _BREAKER_FAILURES = 5
 _BREAKER_SHARE = 0.5
 _BREAKER_FIRST_PAUSE = 1.0
 _BREAKER_LONGEST_PAUSE = 30.0
-# A breaker that has been closed for so long, without a failure, has no past.
+# After so long without a failure a breaker forgets how often it has opened.
 _BREAKER_FORGET_SECONDS = 120.0
 
 Role = Literal["P", "D"]
@@ -44,17 +44,17 @@ Kind = tuple[frozenset[str], str, int]
 LossReason = Literal["gone", "silent", "hung", "stopped", "late", "moved"]
 """Why a call to an instance is given up; blame.CallEnd explains each."""
 VOUCHING_VERSION = 4
-"""From this version of the pings on, an instance sends none while its engine does not get on."""
+"""From this version of the pings on, an instance sends none while its engine makes no progress."""
 REPLICA_VERSION = 5
 """From this version of the pings on, `replica` has the number for X-data-parallel-rank."""
 
 STATES = ("ready", "starting", "silent", "paused", "engine_paused", "draining", "drained")
-"""Of an instance, see `Instance.state`."""
+"""The states of an instance, see `Instance.state`."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class WorkloadReport:
-    """What an instance's scheduler had to do `at` this time."""
+    """What an instance's scheduler had to do, and when (`at`)."""
 
     work: Workload
     at: float
@@ -68,16 +68,16 @@ class PingSource(Protocol):
         """Whether it has shown the members' key."""
 
     def is_connected(self) -> bool:
-        """Whether it has not been closed."""
+        """Whether it is still open."""
 
     def answer(self, frame: bytes) -> bool:
-        """Answer a ping; whether that could be sent."""
+        """Answers a ping. False if the answer could not be sent."""
 
 
 @dataclass(eq=False)
 class ListedSource:
-    """In place of such a connection, of an instance that the command line lists, and whose port answers. Its
-    own pings count more: whether it has `pinged` since."""
+    """Stands for that connection where the command line lists the instance. `answers`: whether its /health
+    does; `pinged`: whether it has pinged since, as its own pings count more."""
 
     answers: bool = True
     pinged: bool = False
@@ -91,16 +91,15 @@ class ListedSource:
 
 
 class Breaker:
-    """Whether an instance that fails again and again is given requests.
+    """Decides whether an instance whose requests fail is given more of them.
 
-    It opens when many of the latest requests failed. After a pause, to which `uniform` draws the jitter, it
-    lets one request through, the trial: if that succeeds the breaker closes, if it fails the next pause is
-    about twice as long; what becomes of other requests decides nothing. A trial that ends without an outcome,
-    because its client left, or that has none for long, makes room for another; until there is one its outcome
-    may still come.
+    It opens when many of the latest requests failed. After a pause, with a jitter drawn by `uniform`, it lets
+    one request through, the trial. If that succeeds the breaker closes; if it fails the next pause is about
+    twice as long; other requests decide nothing. A trial that ends without an outcome, because its client
+    left, or that has none for long, may be replaced by another one; until then its outcome still counts.
 
     Attributes:
-        opened: how often in a row it has opened; 0 when it has no past.
+        opened: how often in a row it has opened; 0 if it has not lately.
         changed: called when it opens or closes.
     """
 
@@ -111,7 +110,7 @@ class Breaker:
         self._uniform = uniform
         self._outcomes: deque[tuple[float, bool]] = deque(maxlen=_BREAKER_OUTCOMES)
         self._patience = -math.inf
-        """Until then no other may be the trial."""
+        """Until then no other request may become the trial."""
         self.changed: Callable[[], None] = lambda: None
         self.clear()
 
@@ -124,12 +123,12 @@ class Breaker:
         return self._resume is None or now >= max(self._resume, self._patience)
 
     def sent(self, owner: object, now: float) -> None:
-        """`owner` has been chosen for this instance; if the pause is over, it is the trial."""
+        """The request `owner` was chosen for this instance; if the pause is over, it becomes the trial."""
         if self._resume is not None and self.admits(now):
             self._trial, self._patience = owner, now + _BREAKER_LONGEST_PAUSE
 
     def given_up(self, owner: object) -> None:
-        """`owner` has ended, perhaps without an outcome: then another one may be the trial."""
+        """`owner` has ended, perhaps without an outcome: another request may become the trial."""
         if self._trial is owner:
             self._patience = -math.inf
 
@@ -139,7 +138,7 @@ class Breaker:
             self._outcomes.append((now, True))
             return False
         if owner is None or owner is not self._trial:
-            return False  # asked before the pause, or in it for want of another
+            return False  # it was sent before the pause, or in it for want of another instance
         self._close()
         return True
 
@@ -164,7 +163,7 @@ class Breaker:
         return bad
 
     def clear(self) -> None:
-        """Forget all outcomes: they predict nothing."""
+        """Forgets all outcomes, which predict nothing any more, and closes."""
         self._last_failure = -math.inf
         self.opened = 0
         self._close()
@@ -175,12 +174,12 @@ class Breaker:
         self.changed()
 
     def forgettable(self, now: float) -> bool:
-        """Whether it has no past that matters."""
+        """Whether its last failure is too long ago to matter."""
         return now - self._last_failure > _BREAKER_FORGET_SECONDS
 
 
 class _RoutingFlag:
-    """Something that decides whether an instance is given requests, false at first; it calls `changed`."""
+    """A flag that decides whether an instance gets requests: false at first; setting it calls `changed`."""
 
     def __set_name__(self, owner: type[Instance], name: str) -> None:
         self._name = f"_{name}"
@@ -196,31 +195,31 @@ class _RoutingFlag:
 @dataclass(eq=False)
 class Instance:
     """One living engine: an instance, or a data-parallel rank of one, which may share its HTTP server with
-    others. A restart makes a new one. It is `drained` by an operator, and `paused` by vLLM's /pause.
+    others. A restart makes a new one. Operators set `drained`, vLLM's /pause or a stop `paused`.
 
     Attributes:
         ping: what is equal in all its pings, see `lasting`.
-        report: of the last ping that had one.
-        last_sign: when it last pinged or answered, or began to: a first token of a D, a P's answer.
-        life: seconds without either after which it counts as silent.
-        source: where its pings come from; None if not known, and then any other may take its address.
+        report: from its last ping that had one; None if none had.
+        last_sign: when it last pinged or answered, or began to: with D's first token, or P's answer.
+        life: seconds without a sign after which it counts as silent.
+        source: where its pings come from; None if that is unknown: then any other may take its address.
         healthy: its /health has answered 200, and its port has not been found closed since.
-        names: model names under which it answers; empty while unknown, and then it may serve any.
+        names: model names that it serves; empty while they are unknown: then it may serve any.
         context: of its model, in tokens; 0 while unknown.
         kind: equal for instances that `matches` treats alike.
-        written_addresses: as they may stand in its answers.
-        name: its address, and which of the replicas there it is: the same after a restart.
-        cache: names its cache of KV, which is empty after a restart.
-        point: where it lies on the ring of partners; the same after a restart.
+        written_addresses: its addresses as its answers may contain them.
+        name: its address and data-parallel rank; the same after a restart.
+        cache: a name for its KV cache, which is empty after a restart.
+        point: its place on the ring of partners; the same after a restart.
         places: requests that have a place at this D and have not ended.
-        decode_alone: of these, the ones whose prompt it computes in a P's place: no P could, or it is short.
-        expected: requests that this P has been chosen for, and that are not in flight yet.
-        tokens: of prompts, estimated: those that this P has to compute, coming and in flight; or those of
+        decode_alone: of these, those whose prompts it computes in a P's place: no P could, or they are short.
+        expected: requests that this P has been chosen for and not been asked yet.
+        tokens: of prompts, estimated: those that this P has to compute, expected and in flight; or those of
             the requests that have a place at this D.
         prefetch_tokens: tokens of prompts whose KV this D takes before it is asked for them.
         turn: the number of the latest choice that fell on it.
-        order: the smaller, the less busy: work in tokens, requests, turn.
-        full: the D's whose `room` for places is taken; it is in there, too, while it is one of them.
+        order: work in tokens, requests, turn: the smallest is the least busy.
+        full: all D's that have no `room` left for another place.
         changed: called when it may be given requests and could not before, or the other way round.
         left: when it said goodbye; None if it has not.
     """
@@ -264,7 +263,7 @@ class Instance:
         self.learn(frozenset())
 
     def learn(self, served: frozenset[str], context: int = 0) -> None:
-        """Takes in the names that it lists now, beside the one in its ping, and its context."""
+        """Takes in the model names that it lists now, beside the one in its ping, and its context."""
         self.context = context
         self.names = served | {self.ping.model} if self.ping.model else served
         self.kind = self.names, self.ping.fit, -1 if self.fits_unknown else self.ping.protocol
@@ -276,17 +275,17 @@ class Instance:
 
     @property
     def vouches(self) -> bool:
-        """Whether its pings show that its engine gets on, and not only that a process lives."""
+        """Whether its pings show that its engine makes progress, not only that a process lives."""
         return self.ping.version >= VOUCHING_VERSION
 
     @property
     def fits_unknown(self) -> bool:
-        """Whether it is not known what it fits: it is listed, and its ranks have not answered."""
+        """Whether nobody knows what it fits: it is listed, and its ranks have not answered."""
         return isinstance(self.source, ListedSource) and not self.ping.fit
 
     @property
     def replica(self) -> int | None:
-        """What X-data-parallel-rank has to be for this engine, if its HTTP server has others."""
+        """X-data-parallel-rank for this engine; None if its HTTP server has no other."""
         ping = self.ping
         if ping.version < REPLICA_VERSION:
             return ping.dp_rank if ping.dp_size > 1 else None
@@ -294,12 +293,12 @@ class Instance:
 
     @property
     def load(self) -> int:
-        """Requests that are here or on their way."""
+        """Requests that are here or on their way here."""
         expected = self.in_flight + self.expected
         return expected if expected > self.places else self.places
 
     def state(self, now: float, *, needed: bool) -> str:
-        """What keeps it from new requests, if anything does; `needed`: requests depend on it."""
+        """One of STATES: what keeps it from new requests, if anything. `needed`: requests depend on it."""
         if self.drained:
             return "draining" if needed else "drained"
         if not self.healthy:
@@ -311,31 +310,31 @@ class Instance:
         return "ready" if self.breaker.closed else "paused"
 
     def answered(self, now: float) -> None:
-        """This shows that it lives, as a ping does: pings of half a fleet may be lost at once, and its other
-        half must not get all requests then."""
+        """An answer shows that it lives, as a ping does: if the pings of half a fleet are lost at once, the
+        other half must not get all requests."""
         self.last_sign = max(self.last_sign, now)
 
     def pinged(self, ping: Ping, now: float) -> None:
-        """Takes in when this ping of its came, and what its scheduler has to do."""
+        """Takes in when its ping came, and what its scheduler has to do."""
         self.last_seen = max(self.last_seen, now)
         self.last_sign = max(self.last_sign, now)
         if ping.workload is not None:
             self.report = WorkloadReport(ping.workload, now - ping.workload.age)
 
     def silent(self, now: float) -> bool:
-        """Whether its pings have stopped, and it answers nothing."""
+        """Whether it has neither pinged nor answered for its `life`."""
         return now - self.last_sign > self.life
 
     def serves(self, model: str | None) -> bool:
-        """Whether it may serve `model`, None being whatever it has."""
+        """Whether it may serve `model`; None: any model."""
         return model is None or not self.names or model in self.names
 
     def matches(self, other: Instance) -> bool:
-        """Whether one request's `model` can mean the same to both, and KV may move between them."""
+        """Whether both may serve one request's model, and KV may move between them."""
         return self.shares_model(other) and (self.kind == other.kind or self.fits(other))
 
     def shares_model(self, other: Instance) -> bool:
-        """Whether one request's `model` can mean the same to both."""
+        """Whether both may serve one request's model."""
         return not self.names or not other.names or not self.names.isdisjoint(other.names)
 
     def fits(self, other: Instance) -> bool:
@@ -343,8 +342,8 @@ class Instance:
         return self.fits_unknown or other.fits_unknown or self.ping.fit == other.ping.fit
 
     def count_place(self, more: int, *, decode_alone: bool, tokens: int = 0) -> None:
-        """This D gets so many requests `more`, of so many tokens each; -1: one has ended, or goes elsewhere.
-        `decode_alone`: it computes the prompt in a P's place."""
+        """This D gets `more` requests, of so many tokens each; -1: one has ended or goes elsewhere.
+        `decode_alone`: D computes the prompt in a P's place."""
         self.places += more
         self.decode_alone += more * decode_alone
         self._weigh(more * tokens)
@@ -354,13 +353,13 @@ class Instance:
             self.full.discard(self)
 
     def expect(self, more: int, tokens: int = 0) -> None:
-        """This P has been chosen for so many requests `more`; -1: one is in flight, or has ended here."""
+        """This P has been chosen for `more` requests; -1: one is in flight now, or will not come."""
         self.expected += more
         self._weigh(more * tokens)
 
     @contextmanager
     def busy(self, end: Callable[[LossReason], None], tokens: int = 0) -> Iterator[None]:
-        """Counts one request as in flight, at a P with its `tokens`; `end` is called if this is lost."""
+        """Counts one request as in flight, at a P with its `tokens`; `lost` calls `end`."""
         self.in_flight += 1
         self._weigh(tokens)
         self._ends.add(end)
@@ -372,7 +371,7 @@ class Instance:
             self._ends.discard(end)
 
     def count_prefetch(self, tokens: int) -> None:
-        """So many more tokens of KV come to this D before they are wanted; below 0: they do so no more."""
+        """KV of so many more tokens comes to this D before it is wanted; below 0: it no longer does."""
         self.prefetch_tokens += tokens
 
     def take_turn(self, turn: int) -> None:
@@ -380,8 +379,8 @@ class Instance:
         self._weigh()
 
     def _weigh(self, more_tokens: int = 0) -> None:
-        """What it has to do, in tokens for each of its tensor-parallel ranks: a P has prompts to compute, a D
-        has requests with their prompts, and an instance of both roles has either."""
+        """Updates `order`. Work is in tokens per tensor-parallel rank: a P has prompts to compute, a D has
+        requests with their prompts, and an instance of both roles has both."""
         self.tokens = tokens = self.tokens + more_tokens
         load = self.load
         if self.role != "P":
@@ -389,7 +388,7 @@ class Instance:
         self.order = tokens / self.ping.tp_size, load, self.turn
 
     def unreachable(self) -> None:
-        """Its HTTP server cannot be reached: no engine there gets requests until /health answers again."""
+        """Its HTTP server cannot be reached: no engine there gets requests until its /health answers."""
         for each in (self, *self.neighbours()):
             each.healthy = False
 
@@ -406,7 +405,7 @@ class Instance:
 
 def least_busy(instances: Sequence[Instance]) -> Instance:
     """The one with the least to do, of at least one; among equals, the one whose turn was longest ago. Of
-    more than `MAX_COMPARED` so many are drawn, and compared."""
+    more than `MAX_COMPARED`, so many are drawn and compared."""
     if len(instances) > MAX_COMPARED:
         instances = random.choices(instances, k=MAX_COMPARED)
     return min(instances, key=_ORDER)
@@ -417,5 +416,5 @@ _ORDER = attrgetter("order")
 
 
 def differences(one: Instance, other: Instance) -> tuple[str, ...]:
-    """In what the pings of two that do not fit differ, by name."""
+    """The names of what differs in the pings of two instances that do not fit."""
     return tuple(fit_differences(one.ping.fit, other.ping.fit)) or ("the order of words",)

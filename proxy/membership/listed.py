@@ -1,11 +1,11 @@
 """Instances that the command line lists, for places where their pings do not reach this proxy.
 
-The proxy asks each of them for /health, and an answer counts as a ping. What a ping would have beside the two
-addresses it asks of the instance's rank 0, as `p2pkv doctor --rank` does: the process's incarnation, its
-ranks, and what a peer must be like to fit it. If that rank does not answer, the instance is paired with any
-other, and the handshake of the ranks refuses what does not fit.
+The proxy asks each of them for /health, and an answer counts as a ping. Besides the two addresses a ping has
+the process's incarnation, its ranks, and what a peer must be like to fit it; the proxy asks the instance's
+rank 0 for these, as `p2pkv doctor --rank` does. If that rank does not answer, the instance is paired with any
+other, and the ranks' handshake refuses what does not fit.
 
-An instance that pings by itself is left to its pings, listed or not.
+If an instance pings by itself only its pings count, listed or not.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _PERIOD_SECONDS = 2.0
-# How long rank 0 may take to answer, and when one that did not is asked again.
+# How long rank 0 may take to answer, and after what time it is asked again if it did not.
 _RANK_SECONDS = 2.0
 _ASK_AGAIN_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class ListedInstance:
-    """One instance as it is listed: its OpenAI API, and its rank 0 (`kv_port`)."""
+    """One instance as it is listed: the addresses of its OpenAI API and of its rank 0 (`kv_port`)."""
 
     role: Role
     http: Address
@@ -63,8 +63,8 @@ class ListedInstance:
 
 @dataclass(eq=False)
 class ListedWatch:
-    """Keeps one listed instance in the registry for as long as it answers: `take` takes in what stands for
-    its pings. If there is a secret, rank 0 is one of the `members`."""
+    """Keeps one listed instance in the registry as long as its /health answers, by made-up pings, which it
+    gives to `take`. `members`: the keys for rank 0; None without a secret."""
 
     listed: ListedInstance
     session: aiohttp.ClientSession
@@ -74,13 +74,13 @@ class ListedWatch:
     clock: Callable[[], float]
     _source: ListedSource = field(default_factory=ListedSource)
     _ping: Ping | None = None
-    """What stands for its pings; None while it does not answer."""
+    """The made-up ping; None while its /health does not answer."""
     _learnt: bool = False
-    """Whether rank 0 has reported what is in it."""
+    """Whether that ping has what rank 0 has reported."""
     _asked: float = 0.0
-    """When rank 0 was asked last."""
+    """When rank 0 was last asked."""
     _logged: str = ""
-    """The trouble that the log has."""
+    """The trouble that was logged last; "" if it is over."""
 
     async def run(self) -> None:
         """Asks until cancelled."""
@@ -99,18 +99,18 @@ class ListedWatch:
             async with self.session.get(url, timeout=_TIMEOUT, allow_redirects=False) as answer:
                 trouble = "" if answer.status == 200 else f"its /health answered {answer.status}"
         except TimeoutError:
-            # It may be busy. If it stays so it becomes silent, as if its pings had stopped.
+            # It may be busy. If this goes on it becomes silent, as if its pings had stopped.
             if self._ping is None and not self._logged:
                 self._log("it gets no requests: its /health does not answer; is the address right?")
             return
         except (aiohttp.ClientError, OSError) as error:
             if is_ours(error):
-                return  # for want of a descriptor of this proxy's: nothing is known of the instance
+                return  # this proxy lacks a file descriptor: that says nothing of the instance
             trouble = f"its /health cannot be asked: {error}"
         if not trouble:
             if not self._source.pinged:
                 await self._up()
-            # Else it has said goodbye or is lost, and may be stopping: it counts after a /health that failed.
+            # Else its pings have ended, and it may be stopping: it counts again after a /health that failed.
             return
         known = self.registry.at((self.listed.role, self.listed.http, 0))
         if known is not None and known.source is self._source:
@@ -122,7 +122,7 @@ class ListedWatch:
         self._ping = None
 
     def _pings(self) -> bool:
-        """Whether it pings by itself, with the role that is listed or with both."""
+        """Whether it pings by itself, with the listed role or with both."""
         roles: tuple[InstanceRole, ...] = self.listed.role, "both"
         there = [self.registry.at((role, self.listed.http, 0)) for role in roles]
         pings = any(each is not None and each.source is not self._source for each in there)
@@ -139,7 +139,7 @@ class ListedWatch:
             self.take(self._ping, self._source)
 
     async def _learn(self) -> Ping | None:
-        """What stands for its pings; None if another instance is there than the list says."""
+        """The made-up ping; None if rank 0 is another than the list says."""
         listed = self.listed
         ping = Ping(type=listed.role, http_address=str(listed.http), zmq_address=str(listed.zmq))
         try:
@@ -162,14 +162,14 @@ class ListedWatch:
         return full
 
     def _log(self, trouble: str) -> None:
-        """Once, until it changes."""
+        """Logs the trouble once, until it changes."""
         if self._logged != trouble:
             logger.warning("%s, which is listed: %s", self.listed, trouble)
         self._logged = trouble
 
 
 class _Rank(msgspec.Struct):
-    """What is wanted of a rank's report."""
+    """The part of a rank's report that is used here."""
 
     role: InstanceRole
     rank: int

@@ -1,4 +1,4 @@
-"""The discovery socket: takes pings in, whatever else arrives there."""
+"""The discovery socket: takes in pings, and survives whatever else arrives there."""
 
 import asyncio
 import itertools
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 _COMPLAIN_SECONDS = 10.0
 _LATELY_SECONDS = 0.1
-# Messages that are taken in before other work gets its turn. With one at a time a loop that is busy with
-# streams would take in pings more slowly than they come, and a goodbye would wait behind them.
+# Messages that are taken in before other work gets its turn. Taken one at a time in a loop that is busy with
+# streams, pings would pile up, and a goodbye would wait behind them.
 _BURST = 16
 
 
 @dataclass
 class PingConnection:
-    """A PingSource. libzmq gives each connection an identity of its own."""
+    """The PingSource of one connection, to which libzmq gives an `identity` of its own."""
 
     router: zmq.asyncio.Socket
     identity: bytes
@@ -38,8 +38,8 @@ class PingConnection:
     _connected: bool = field(default=True, compare=False)
 
     def is_connected(self) -> bool:
-        """An empty message, which no instance reads, could be sent to it; lately, as each request may ask
-        this of every silent instance."""
+        """Whether an empty message, which no instance reads, could be sent to it. The answer is kept for a
+        moment, as each request may ask this of every silent instance."""
         if (now := time.monotonic()) - self._tried >= _LATELY_SECONDS:
             self._tried, self._connected = now, isinstance(self._send(b""), zmq.Again | None)
         return self._connected
@@ -48,7 +48,7 @@ class PingConnection:
         return self._send(frame) is None
 
     def _send(self, frame: bytes) -> BaseException | None:
-        # With this flag it has been tried by the time that the future is there.
+        # With DONTWAIT the send has been tried before the future is returned.
         sent = self.router.send_multipart([self.identity, frame], zmq.DONTWAIT)
         return cast("asyncio.Future[None]", sent).exception()
 
@@ -61,7 +61,7 @@ class Listener:
 
     Args:
         endpoint: where to bind, as ZMQ writes it. Raises OSError if that is not possible.
-        members: whose pings are taken; None for all, in the clear.
+        members: whose pings are taken; None: everyone's, unencrypted.
     """
 
     def __init__(self, endpoint: str, take: Take, members: security.Members | None = None) -> None:
@@ -84,7 +84,7 @@ class Listener:
             raise OSError(error.errno, f"cannot listen for discovery on {endpoint}: {error}") from error
         self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.refused = self.shut_out = 0
-        """How many messages were no pings, and how many connections failed in the handshake."""
+        """How many messages were no pings; how many connections failed in the handshake."""
         self._complaints = RateLimit(seconds=_COMPLAIN_SECONDS)
 
     async def run(self) -> None:
@@ -124,7 +124,7 @@ class Listener:
             self._take(ping, PingConnection(self._router, frames[0], self._guarded))
 
     async def _receive(self) -> list[bytes]:
-        """One message: the peer's identity, which ZMQ adds, and its frames, no more than one too many."""
+        """One message: the peer's identity, which ZMQ adds, and its frames, of which at most two are kept."""
         frames: list[bytes] = []
         more = True
         while more:
@@ -137,7 +137,7 @@ class Listener:
         return frames
 
     async def _admit(self) -> None:
-        """Answers one question of libzmq's about who wants to connect."""
+        """Answers libzmq whether one peer may connect."""
         reply, _ = self._zap.answer(await self._asked.recv_multipart())
         if reply:
             await self._asked.send_multipart(reply)
@@ -164,7 +164,7 @@ class Listener:
 
 
 def endpoint_of(address: Address) -> str:
-    """`address` as ZMQ binds it, which takes no names. Raises OSError for a name that cannot be looked up."""
+    """The endpoint of an address for ZMQ, which binds no names. Raises OSError if a name is not found."""
     if ":" in address.host:
         return f"tcp://{address}"
     return f"tcp://{socket.gethostbyname(address.host)}:{address.port}"
@@ -177,7 +177,7 @@ def _configure(router: zmq.asyncio.Socket, *, ipv6: bool) -> None:
     security.limit_handshake(router)
     # The original connector pings under a fixed identity: a restarted instance must not be shut out.
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-    # A send to a connection that is gone is an error; that is how it is found out.
+    # A send to a closed connection is an error, by which `is_connected` notices it.
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     router.setsockopt(zmq.SNDHWM, 8)
     # Peers that vanished without closing their connections are dropped.

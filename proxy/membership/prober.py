@@ -1,14 +1,14 @@
 """Asks instances for their /health.
 
-It asks newcomers, because a ping comes from a worker, which starts before the API listens. And it asks those
-with requests in flight whose pings have stopped. If the port refuses they are gone. One that is silent is
-frozen or busy: its requests go on until it has been silent for a lease. One whose /health answers lives, but
-its engine may hang: after a lease without a ping, what it has not begun to answer goes elsewhere where it
-can. From version 4 of the pings on an instance sends none while its engine hangs: what has nowhere else to
-go fails then, and so does a stream of which nothing comes.
+It asks newcomers, as pings come from a worker, which starts before the API listens; and instances with
+requests in flight whose pings have stopped. One whose port refuses is gone. One that does not answer is
+frozen or busy: its requests go on until it has been silent for a lease. One whose /health answers is alive,
+but its engine may hang: after a lease without a ping, requests that it has not begun to answer go elsewhere
+if they can. From version 4 of the pings on, an instance sends none while its engine hangs: then requests that
+cannot go elsewhere fail, and so do streams of which nothing comes.
 
-One that has said goodbye computes nothing more. vLLM closes its port then, and keeps the connections: on them
-it sends what it has computed, and requests that never reached its engine get their end only after 20 s.
+An instance that has said goodbye computes nothing more. vLLM then closes its port but keeps connections,
+sends what it has computed, and ends requests that never reached its engine only after 20 s.
 """
 
 import asyncio
@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _PERIOD_SECONDS = 1.0
 _MAX_BYTES = 16 << 20  # of a list of models
-_COMPLAIN_SECONDS = 600.0  # between two lines about one instance whose engine seems to hang
+_COMPLAIN_SECONDS = 600.0  # between two log lines about one instance
 _GOODBYE_SECONDS = 1.0
-"""After a goodbye, for the answers that were complete."""
+"""After a goodbye, for answers that are complete to arrive."""
 
 
 class _Model(msgspec.Struct):
@@ -50,18 +50,18 @@ _models = msgspec.json.Decoder(_Models)
 
 @dataclass(eq=False)
 class Prober:
-    """Makes instances routable, and keeps the registry, whose clock this is, free of dead ones. `changed` is
-    called when an instance may have become routable, and once in a while."""
+    """Makes instances routable, and removes dead ones from the registry, whose clock this is. `changed` is
+    called when an instance may have become routable, and after each round."""
 
     _session: aiohttp.ClientSession
     _registry: Registry
     _clock: Callable[[], float]
     changed: Callable[[], None] = lambda: None
     wakeup: asyncio.Event = field(default_factory=asyncio.Event)
-    """A new instance is there: probe without waiting for the next round."""
+    """Set for a new instance: the next round begins at once."""
     _complaints: RateLimit = field(default_factory=lambda: RateLimit(seconds=_COMPLAIN_SECONDS))
     _gone: set[Instance] = field(default_factory=set)
-    """Instances that are no longer registered, and have requests or were chosen for some."""
+    """Instances that are no longer registered, but still have requests or were chosen for some."""
 
     async def run(self) -> None:
         """Probes until cancelled."""
@@ -69,14 +69,14 @@ class Prober:
             self.wakeup.clear()
             try:
                 await self.round()
-            except Exception:  # nothing else looks for newcomers and the dead
+            except Exception:  # nothing else finds newcomers and the dead
                 logger.exception("asking the instances for their /health failed; the next round comes")
             with suppress(TimeoutError):
                 async with asyncio.timeout(_PERIOD_SECONDS):
                     await self.wakeup.wait()
 
     async def round(self) -> None:
-        """Asks each instance once whose health is not known now."""
+        """Asks each instance once whose health is in doubt."""
         now = self._clock()
         self._gone = {each for each in self._gone.union(self._registry.expire(now)) if each.load}
         doubtful = {*self._registry.late(now), *self._gone}
@@ -88,8 +88,8 @@ class Prober:
         self.changed()
 
     async def _doubt(self, instance: Instance) -> None:
-        """Ends the requests of an instance that refuses, or that neither pings nor answers for a lease; of
-        one that has said goodbye, or only pings no more, those whose answer has not begun. See Call.lose."""
+        """Ends all requests of an instance whose port refuses, or that has neither pinged nor answered for a
+        lease. If it has said goodbye, or only does not ping, it keeps those that `Call.lose` says."""
         try:
             await self._health(instance)
             if instance.left is None and self._overdue(instance, now := self._clock()):
@@ -107,16 +107,16 @@ class Prober:
                 if refused and now - instance.left >= _GOODBYE_SECONDS:
                     instance.lost("stopped")
                 elif not refused and self._registry.overdue(instance, now):
-                    instance.lost("silent")  # it stands still with its port open
+                    instance.lost("silent")  # it is frozen, with its port open
             elif refused or self._overdue(instance, now):
                 what = f"its {instance.in_flight} requests fail"
                 logger.warning("%s neither pings nor answers (%r): %s", instance, error, what)
                 instance.lost("gone" if refused else "silent")
-        except Exception:  # as below; it has answered something
+        except Exception:  # as in `_probe`; it has answered something
             logger.exception("%s: asking its /health failed", instance)
 
     def _overdue(self, instance: Instance, now: float) -> bool:
-        """One that was removed may ping again, and is registered anew then."""
+        """Whether it is overdue; if it was removed and pings again, whether its new registration is."""
         return self._registry.overdue(self._registry.of(instance.ping) or instance, now)
 
     async def _health(self, instance: Instance) -> bool:
@@ -144,7 +144,7 @@ class Prober:
             self.changed()
 
     async def _learn_models(self, instance: Instance) -> None:
-        """Those that it lists; none if it lists them only for those who have its key."""
+        """Takes in the models that it lists; none if it lists them only to clients with its key."""
         listed: list[_Model] = []
         url = f"{instance.url}/v1/models"
         async with self._session.get(url, timeout=_TIMEOUT, allow_redirects=False) as answer:
@@ -162,10 +162,10 @@ class Prober:
         instance.learn(frozenset(model.id for model in listed), context)
 
 
-# What this machine may lack for one connection more: descriptors, ports, memory.
+# What this machine may lack for one more connection: file descriptors, ports, memory.
 _OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether a connection did not come about because this machine lacks something for it."""
+    """Whether a connection could not be made because this machine lacks something for it."""
     return isinstance(error, OSError) and error.errno in _OURS

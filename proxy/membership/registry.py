@@ -1,14 +1,13 @@
-"""Which instances exist, whether each of them answers, and how busy it is. No IO, no clock.
-
-All `now` are seconds of one monotonic clock.
+"""Which instances exist, and whether each is alive. No IO, no clock: all `now` are seconds of one monotonic
+clock.
 
 An instance whose pings stop while their connection stands is silent, not gone: its process may be compiling,
-or wait for a core. The router prefers others, and the registry removes it after a lease. It is gone when it
-says goodbye, when its connection is closed and no other comes, or when its port refuses.
+or waiting for a core. The router prefers others, and the registry removes it after a lease. It is gone when
+it says goodbye, when its connection is closed and no other comes, or when its port refuses.
 
-An address belongs to one instance for as long as its pings keep coming and their connection stands. Another
-instance that pings with this address is a mistake or an attack, and is refused. A process that ends, by
-kill -9 too, loses its connection; so its successor is taken at once.
+An address belongs to one instance as long as its pings come and their connection stands. Another instance
+that pings with this address is a mistake or an attack, and is refused. A process that ends, even by kill -9,
+loses its connection, so its successor is taken at once.
 """
 
 import logging
@@ -25,18 +24,18 @@ from .instance import LIFE, ROLES, Breaker, Instance, InstanceKey, ListedSource,
 
 logger = logging.getLogger(__name__)
 
-# How long a silent instance whose connection stands is kept: as long as p2pkv's own lease, by default.
+# How long a silent instance whose connection stands is kept: by default as long as p2pkv's own lease.
 LEASE = 30.0
 MAX_INSTANCES = 4096
 _DOUBT = 0.65
-"""Share of `life` without a ping until an instance's /health is asked, and its address may be another's."""
+"""Share of `life` without a ping after which /health is asked, and another instance may take the address."""
 _COMPLAIN_SECONDS = 60.0
 _LOST_SECONDS = 600.0  # a large model takes minutes to load
 
 
 def random_turn() -> int:
-    """For `Registry.first_turn`: proxies beside each other, each of which knows only its own requests, then
-    do not choose idle instances in one order, at about the same times."""
+    """For `Registry.first_turn`: so several proxies, each of which knows only its own requests, do not choose
+    idle instances in the same order at about the same times."""
     return -random.randrange(1 << 30)
 
 
@@ -45,15 +44,15 @@ class Registry:
     """The living instances, one for each (role, HTTP address, data-parallel rank).
 
     Args:
-        life: seconds without a ping after which an instance is silent, or gone if its connection is.
-        lease: seconds without a ping after which it is gone all the same.
-        first_turn: a newcomer's, at most 0. Among equals the lowest turn is chosen.
+        life: seconds without a ping after which an instance is silent, or gone if its connection is closed.
+        lease: seconds without a ping after which it is gone in any case.
+        first_turn: gives a newcomer's turn, at most 0. Among equals the lowest turn is chosen.
 
     Attributes:
-        claims_refused: pings under the address of another live instance.
-        lost: those that left lately, whose models are expected back.
-        version: grows when an instance comes, goes, or may be given requests and could not before, or the
-            other way round; unless time alone is the reason.
+        claims_refused: pings with the address of another live instance.
+        lost: instances that left lately; their models are expected back.
+        version: grows when an instance comes, goes, or can newly or no longer be given requests; unless time
+            alone is the reason.
     """
 
     life: float = LIFE
@@ -70,19 +69,19 @@ class Registry:
     """Those that have said goodbye since the last `expire`."""
     _silent: set[Instance] = field(default_factory=set)
     _misfits: set[Instance] = field(default_factory=set)
-    """Those that the log has named."""
+    """Those that the log has named already."""
     _breakers: dict[InstanceKey, Breaker] = field(default_factory=dict)
-    """A crash is no way to get a clean record: they outlive their instances for a while."""
+    """They outlive their instances for a while, so that a crash does not reset them."""
     _drained: dict[InstanceKey, str] = field(default_factory=dict)
-    """Who is drained, and in which incarnation: a restart ends it, a lost connection does not."""
-    # Once a minute: the other one tries again every few seconds.
+    """The incarnation of each drained instance: a restart ends the drain, a lost connection does not."""
+    # Once a minute, as a refused instance tries again every few seconds.
     _complaints: RateLimit = field(default_factory=lambda: RateLimit(seconds=_COMPLAIN_SECONDS))
 
     def __post_init__(self) -> None:
         self.lease = max(self.life, self.lease)
 
     def observe(self, ping: Ping, now: float, source: PingSource | None = None) -> Instance | None:
-        """Takes one ping in. Returns the instance if it is new, or new again after a restart."""
+        """Takes in one ping. Returns the instance if it is new, or new again after a restart."""
         known = self.of(ping)
         if known is not None:
             if not self._holds(known, source, now):
@@ -117,7 +116,7 @@ class Registry:
         return newcomer
 
     def _replace_listed(self, newcomer: Instance) -> None:
-        """Who pings is left to its pings. The list may have each role of one that pings with both."""
+        """An instance that pings replaces its listed one; with both roles, it may be listed once for each."""
         role, http, rank = newcomer.key
         for each in list(ROLES.values()) if role == "both" else [role]:
             listed = self._instances.get((each, http, rank))
@@ -134,8 +133,8 @@ class Registry:
         return [each for each in same if each.role == instance.role and each is not instance]
 
     def _stays_drained(self, newcomer: Instance, known: Instance | None) -> bool:
-        """Whether this is who has been drained, of whom more may be known now. Whether the incarnation of a
-        listed one has been learnt changes without a restart."""
+        """Whether this is the drained instance, not its successor. The incarnation of a listed instance may
+        become known, or unknown, without a restart."""
         drained, now = self._drained.get(newcomer.key), newcomer.ping.incarnation
         listed = any(each is not None and isinstance(each.source, ListedSource) for each in (known, newcomer))
         if drained is None or (drained != now and not (listed and "" in (drained, now))):
@@ -157,7 +156,7 @@ class Registry:
             known.source = source
 
     def _holder(self, newcomer: Instance, known: Instance | None, now: float) -> Instance | None:
-        """Who has one of the newcomer's addresses and lives; the registered `known` or another."""
+        """The live instance that has one of the newcomer's addresses; the registered `known` or another."""
         for each in self._instances.values():
             shares_role = newcomer.role == "both" or each.has_role(newcomer.role)
             same = shares_role and each.zmq_address == newcomer.zmq_address and each.url != newcomer.url
@@ -166,8 +165,8 @@ class Registry:
         return None
 
     def _holds(self, holder: Instance, source: PingSource | None, now: float) -> bool:
-        """Whether the holder still is who it was, as far as its own connection shows, so that nothing from
-        another `source` counts. A ping of a sender without the key does not keep a member out."""
+        """Whether the holder's own connection shows that it lives, so that nothing from another `source`
+        counts. A holder without the members' key does not keep a member out."""
         if holder.source in (None, source) or isinstance(holder.source, ListedSource):
             return False
         if source is not None and source.member and not holder.source.member:
@@ -184,8 +183,8 @@ class Registry:
             )
 
     def _leave(self, known: Instance | None, leaver: Instance, now: float) -> None:
-        """A goodbye counts for the incarnation that sent it, not for its successor, and not if it comes
-        from another sender while the instance lives."""
+        """A goodbye ends the incarnation that sent it, not its successor. It does not count from another
+        sender while the instance lives."""
         if known is None or goodbye(known.ping) != leaver.ping:
             return
         if self._holds(known, leaver.source, now):
@@ -199,7 +198,7 @@ class Registry:
             logger.info("%s said goodbye, as it is being stopped", known)
 
     def drain(self, instance: Instance, drained: bool) -> None:
-        """An operator drains this instance, or resumes it."""
+        """Drains this instance for an operator, or resumes it."""
         instance.drained = drained
         if drained:
             self._drained[instance.key] = instance.ping.incarnation
@@ -208,7 +207,7 @@ class Registry:
         logger.warning("%s %s", instance, "is drained: it gets no new requests" if drained else "is resumed")
 
     def expire(self, now: float) -> list[Instance]:
-        """Removes and returns those that are gone, with those that have said goodbye since the last call."""
+        """Removes those that are gone; returns them and those that have said goodbye since the last call."""
         dead = [instance for instance in self._instances.values() if not self.alive(instance, now)]
         self.lost = [each for each in self.lost if now - each.last_seen < _LOST_SECONDS]
         for instance in dead:
@@ -242,12 +241,12 @@ class Registry:
         self._silent = silent
 
     def misfits(self) -> dict[Instance, tuple[str, ...]]:
-        """Those that fit no other although the other role has instances of their model; and in what each of
+        """Instances that fit no other although the other role has some of their model, and in what each of
         them differs from the nearest of these."""
         kinds: dict[object, list[Instance]] = {}
         for each in self._instances.values():
             kinds.setdefault((each.role, each.kind), []).append(each)
-        # Of each kind one is looked at: there may be thousands of instances, and this is done every second.
+        # Only one of each kind is compared: there may be thousands of instances, and this runs every second.
         ones = [alike[0] for alike in kinds.values()]
         found: dict[Instance, tuple[str, ...]] = {}
         for one, alike in zip(ones, kinds.values(), strict=True):
@@ -277,7 +276,7 @@ class Registry:
         self._misfits = set(misfits)
 
     def limit_places(self, room: float) -> None:
-        """From now on each D takes so many requests at a time."""
+        """Sets how many requests each D takes at a time, from now on."""
         self._room = room
         self.full.clear()
         for each in self._instances.values():
@@ -286,29 +285,29 @@ class Registry:
                 self.full.add(each)
 
     def late(self, now: float) -> list[Instance]:
-        """Those with requests in flight whose ping is late."""
+        """Instances with requests in flight whose ping is late."""
         late = now - self.life * _DOUBT
         return [each for each in self._instances.values() if each.in_flight and each.last_seen < late]
 
     def of(self, ping: Ping) -> Instance | None:
-        """The one whose latest ping this is."""
+        """The instance whose latest ping this is; None if it has another, or is not registered."""
         known = self._instances.get((ping.type, Address.parse(ping.http_address), ping.dp_rank))
         return known if known is not None and known.ping == lasting(ping) else None
 
     def at(self, key: InstanceKey) -> Instance | None:
-        """The one with this role, HTTP address and data-parallel rank."""
+        """The instance with this role, HTTP address and data-parallel rank."""
         return self._instances.get(key)
 
     def known(self, role: Role) -> list[Instance]:
-        """Those that can be P, or D, instances of both roles included."""
+        """All that can be P, or D, instances of both roles included."""
         return [instance for instance in self._instances.values() if instance.has_role(role)]
 
     def routable(self, role: Role, now: float) -> list[Instance]:
-        """Those of the `candidates` with this role that are not gone; some of these may be silent."""
+        """The `candidates` with this role that are not gone; some may be silent."""
         return [each for each in self.candidates() if each.has_role(role) and self.alive(each, now)]
 
     def candidates(self) -> list[Instance]:
-        """Those that are neither drained nor paused, and were healthy when they were last asked."""
+        """Instances that are neither drained nor paused, and were healthy when they were last asked."""
         everyone = self._instances.values()
         return [each for each in everyone if each.healthy and not (each.drained or each.paused)]
 
@@ -323,5 +322,5 @@ class Registry:
         return not self.overdue(instance, now) and source is not None and source.is_connected()
 
     def overdue(self, instance: Instance, now: float) -> bool:
-        """Whether it has been silent for a lease, which is the end of all patience."""
+        """Whether it has been silent for a lease, after which it is gone in any case."""
         return now - instance.last_sign > self.lease
