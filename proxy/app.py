@@ -282,8 +282,7 @@ _BEGUN = web.RequestKey("begun", bool)
 
 
 async def note_begin(request: web.Request, response: web.StreamResponse) -> None:
-    """To be called before an answer's head is sent. The client gets its own X-Request-Id back, which
-    instances get as X-Client-Request-Id."""
+    """To be called before an answer's head is sent, which gets the client's own X-Request-Id."""
     request[_BEGUN] = True
     if theirs := request.headers.get(REQUEST_ID):
         response.headers[REQUEST_ID] = theirs
@@ -328,8 +327,7 @@ _MAX_ID = 200
 
 
 def recording(metrics: Metrics, tracing: Spans | None, *, log_requests: bool) -> Middleware:
-    """The middleware that keeps a record of each request to the API, or to an unknown path, and with
-    `log_requests` writes a log line for each."""
+    """The middleware that records requests to the API or to unknown paths; `log_requests`: and logs them."""
 
     @web.middleware
     async def recorded(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -400,8 +400,7 @@ _LONGEST_SALT = 1024
 
 
 class _PromptField(NamedTuple):
-    """A field of a prompt: a `view` of its JSON without a text's quotes and a list's brackets; `ids`: whether
-    it has token ids, or lists of them."""
+    """A field of a prompt: a `view` of its JSON without outer quotes or brackets; `ids`: it has token ids."""
 
     view: memoryview
     ids: bool

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from .http import ProxyError
 
 WITH_TOKEN_IDS = frozenset({"/v1/completions", "/v1/embeddings", "/detokenize"})
-"""Where a prompt may be token ids. Elsewhere a number counts as any value: vLLM writes one or more errors for
-each that should be a message."""
+"""Where a prompt may be token ids. Elsewhere numbers count as values: vLLM writes errors for each of them."""
 
 MAX_NUMBERS = 1 << 20
 """Numbers that follow others in lists, as token ids do, in one body."""

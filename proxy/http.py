@@ -47,8 +47,7 @@ _SENTENCES = {
 
 
 class ProxyError(Exception):
-    """Ends a request with an error of this proxy's own. `last`: its connection is then closed.
-    `retry_after`: seconds, for a 429; else 0."""
+    """Ends a request with an error; `last`: its connection, too; `retry_after`: seconds of a 429; else 0."""
 
     def __init__(self, status: int, message: str, *, last: bool = False, retry_after: int = 0) -> None:
         super().__init__(message)

@@ -355,8 +355,7 @@ class RequestRecord:
         self.metrics.paired(choice)
 
     def streams(self, head: bytes, *, again: bool = False, by_prefill: bool = False) -> StreamTimer:
-        """Its answer is a stream that starts with `head`; `again`: `head` starts its next part, from another
-        instance; `by_prefill`: P has sent it."""
+        """Its answer is a stream; `head`: its start, or (`again`) its next part's; `by_prefill`: P's."""
         instance, way = (self.prefill, "prefill") if by_prefill else (self.decode, self.way)
         if not again:
             self.first_token_after = self.seconds

@@ -72,8 +72,7 @@ class ModelLists:
         return error_response(502, "No decode instance listed its models.")
 
     def look(self, request: web.Request, instances: Callable[[], Sequence[Instance]]) -> asyncio.Task[None]:
-        """A task that asks all instances, with this client's headers, which models they serve now: adapters
-        come and go while they serve."""
+        """A task that asks instances for their models, with this client's headers: adapters come and go."""
         if self._next is None:
             self._next = asyncio.create_task(self._look(request, instances))
         return self._next

@@ -110,8 +110,7 @@ class Relay:
         self.answer.close()
 
     def move(self) -> bool:
-        """Frees the instance: another one goes on with the answer, if one can. False if this one has sent
-        all of it, or has to go on itself."""
+        """Lets another instance go on, if one can. False if this one has sent all, or has to go on itself."""
         sent_all = self.answer.content.is_eof()
         moves = self.transcript is not None and self.transcript.movable and not sent_all
         if moves:

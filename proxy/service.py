@@ -197,8 +197,7 @@ class Proxy:
             logger.info(f"request {attempt.unique}: {place.choice.decode} computes its prompt, too")
 
     async def _go_on(self, attempt: Attempt, outcome: Outcome, active: "ActiveRequest") -> None:
-        """Ends a stream that its last attempt broke off: by other instances that go on with it
-        (continuation.py), or with an error. Raises ClientGone."""
+        """Goes on with a broken stream elsewhere (continuation.py), or ends it. Raises ClientGone."""
         transcript, place = attempt.transcript, attempt.place
         assert transcript is not None
         tries = 0
@@ -288,8 +287,7 @@ class Proxy:
         return instance.state(self.clock(), needed=needed)
 
     def prefill_work(self, instance: Instance) -> tuple[float | None, float | None]:
-        """Seconds of queued prompts at an instance, and the share of its time that prompts take; None without
-        --placement auto, which learns them."""
+        """Its queued prompts' seconds, and the share of its time that prompts take; None without `auto`."""
         if self.routing.placement != "auto":
             return None, None
         engine, now = self.router.costs.of(instance), self.clock()
@@ -412,8 +410,7 @@ class ActiveRequests:
                 self._empty.set()
 
     async def clear(self, seconds: float, cut_short: asyncio.Event) -> int:
-        """Waits until all requests have ended, for `seconds` at most or until `cut_short` is set; then ends
-        the rest, and returns how many those were."""
+        """Waits `seconds`, or until `cut_short`, for requests to end; cuts off the rest, and counts it."""
         waits = [asyncio.create_task(self._empty.wait()), asyncio.create_task(cut_short.wait())]
         await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:

@@ -376,8 +376,7 @@ class Call:
         return head
 
     def _check_begin(self, response: aiohttp.ClientResponse, head: bytes, event: Any) -> None:
-        """Raises CallFailed if the start of an answer shows that it is no success. `event`: a stream's first
-        event with content; None if it has none."""
+        """Raises CallFailed if an answer's start is no success; `event`: the first with content, if any."""
         streamed, ended = response.content_type == EVENT_STREAM, response.content.at_eof()
         if not head or (streamed and ended and event is None):
             raise CallFailed(CallEnd.BROKEN, "ended its answer without a token")

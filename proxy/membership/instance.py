@@ -23,8 +23,7 @@ from p2pkv.pairing import Address
 # Three lost pings and a little more: an instance whose ping is only late stays.
 LIFE = 3 * PING_INTERVAL + 1.0
 REQUEST_TOKENS = 256
-"""A request loads D as much as so many tokens of its prompt: D's steps take longer with each sequence, and
-with the KV that each of them reads."""
+"""A request loads D like so many prompt tokens: D's steps take longer with each sequence, and with its KV."""
 
 _BREAKER_WINDOW_SECONDS = 30.0
 _BREAKER_OUTCOMES = 100
@@ -310,8 +309,7 @@ class Instance:
         return "ready" if self.breaker.closed else "paused"
 
     def answered(self, now: float) -> None:
-        """An answer shows that it lives, as a ping does: if the pings of half a fleet are lost at once, the
-        other half must not get all requests."""
+        """A sign of life, like pings: if half a fleet's are lost, the rest must not get all requests."""
         self.last_sign = max(self.last_sign, now)
 
     def pinged(self, ping: Ping, now: float) -> None:

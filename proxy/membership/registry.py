@@ -183,8 +183,7 @@ class Registry:
             )
 
     def _leave(self, known: Instance | None, leaver: Instance, now: float) -> None:
-        """A goodbye ends the incarnation that sent it, not its successor. It does not count from another
-        sender while the instance lives."""
+        """A goodbye ends the incarnation that sent it; from another sender only if that is not alive."""
         if known is None or goodbye(known.ping) != leaver.ping:
             return
         if self._holds(known, leaver.source, now):
