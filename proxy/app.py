@@ -54,7 +54,7 @@ MAX_HEAD = 4 << 20
 """Bytes of a request's head, and of each of its headers: as many as vLLM's servers take."""
 # Bytes of all heads that are not whole yet; beyond them none may be larger than servers usually allow.
 _MAX_HEADS, _USUAL_HEAD = 256 << 20, 1 << 16
-_LONG_HEAD = f"The request line and headers are too large: together they may have {MAX_HEAD} bytes."
+_LONG_HEAD = f"The request line and headers are too large: at most {MAX_HEAD} bytes are allowed."
 _FULL_OF_HEADS = f"This proxy already waits for the rest of too many large request headers; {AGAIN}"
 
 
@@ -240,7 +240,7 @@ async def on_expect(request: web.Request) -> web.StreamResponse | None:
     if request.version != HttpVersion11:
         return None
     if request.headers.get("Expect", "").lower() != "100-continue":
-        return error_response(417, "This proxy knows no `Expect` but `Expect: 100-continue`: leave it out.")
+        return error_response(417, "This proxy supports only `Expect: 100-continue`: leave the header out.")
     with suppress(ConnectionError):  # the client has left
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     request.writer.output_size = 0  # nothing of the answer itself has been sent

@@ -100,7 +100,8 @@ async def _serve(arguments: argparse.Namespace, members: Members | None) -> None
             await web.TCPSite(runner, admin.host, admin.port).start()
         _log_serving(arguments, members, runner)
         await stop.wait()
-        logger.info("stopping: %d requests have %g s to end", len(app[PROXY].active), arguments.drain_seconds)
+        left, seconds = len(app[PROXY].active), arguments.drain_seconds
+        logger.info("stopping: %d requests may go on for %g s (--drain-seconds)", left, seconds)
         for site in list(runner.sites):
             await site.stop()
         ended = await app[PROXY].stop(arguments.drain_seconds, cut_short)

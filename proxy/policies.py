@@ -41,8 +41,8 @@ class Routing:
     session_header: str = option("--session-header", "X-Session-Id", header, "NAME",
         "for consistent_hash: the HTTP header that names a session; without it: least_loaded")
     prefix_memory: int = option("--prefix-memory", 1 << 16, at_least(1), "N",
-        "for prefix_aware: how many pieces of prompts the proxy remembers for prefill and as many for decode "
-        f"instances: {PIECE_TOKENS} tokens each at a prompt's beginning, 512 beyond")
+        "for prefix_aware: how many pieces of prompts the proxy remembers, for prefill and for decode "
+        f"instances each: {PIECE_TOKENS} tokens at a prompt's beginning, 512 beyond")
     skip_below: int = option("--skip-prefill-below", 0, at_least(0), "TOKENS",
         "a prompt of fewer tokens goes to a decode instance alone, within --alone-share; with "
         "--decode-policy prefix_aware only tokens new to that instance count; 0: none does")

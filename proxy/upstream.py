@@ -302,9 +302,7 @@ class Call:
             raise CallFailed(*_LOST[self._lost]) from None
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
             if is_ours(error):
-                raise CallFailed(
-                    CallEnd.NO_SOCKET, "was not called: this proxy has no socket left"
-                ) from error
+                raise CallFailed(CallEnd.NO_SOCKET, "was not called: no socket is left here") from error
             self.instance.unreachable()
             end = CallEnd.CLOSED if error.errno == errno.ECONNREFUSED else CallEnd.UNREACHABLE
             raise CallFailed(end, "could not be reached") from error
