@@ -232,7 +232,7 @@ class Registry:
         for instance in silent - self._silent:
             logger.warning(
                 f"{instance} is silent: no ping for {now - instance.last_seen:.0f} s, but its connection "
-                f"stands; others are preferred, and it is removed after {self.lease:.0f} s without a ping"
+                f"stands; others are preferred, and it is removed once it is silent for {self.lease:.0f} s"
             )
         for instance in self._silent - silent:
             if self._instances.get(instance.key) is instance:
