@@ -165,7 +165,7 @@ class Tenant:
     settings: TenantSettings
     _clock: Callable[[], float]
     _now: defaultdict[str, float]
-    """By base model, the cost at which places are given out now: no tenant that comes may have used less."""
+    """By base model, the cost at the latest place: a tenant that comes back starts with no less."""
     used: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     under_way: int = 0
     waiting: Tally[str] = field(default_factory=Tally)
@@ -215,7 +215,7 @@ class Tenant:
         self._left += tokens
 
     def wait(self, base: str, more: int) -> None:
-        """So many more of its requests wait for a place; -1: one has stopped waiting."""
+        """`more` of its requests wait for a place; -1: one has stopped waiting."""
         self._come(base)
         self.waiting[base] += more
 
@@ -229,7 +229,7 @@ class Tenant:
         return expected
 
     def settle(self, base: str, expected: float, came: int) -> None:
-        """Corrects the charge: `expected` tokens of an answer were paid for, and `came` is what it had."""
+        """Corrects the charge for an answer: `expected` tokens were paid for, and so many `came`."""
         self.used[base] += (came - expected) / self.settings.weight
         self.answer += _RECENT * (came - self.answer)
 

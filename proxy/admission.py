@@ -174,7 +174,7 @@ class Admission:
 
     @property
     def choices(self) -> list[Choice]:
-        """Of each request under way, the instances that serve it."""
+        """The instances that serve each request under way."""
         return [place.choice for place in self._places]
 
     @asynccontextmanager

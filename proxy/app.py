@@ -46,9 +46,9 @@ _LOG_SECONDS = 10.0
 _HANDSHAKE_SECONDS = 10.0
 # Connections in a TLS handshake that may exist beyond the limit of connections.
 _HANDSHAKES_BESIDE = 64
-# For a client to read the end of its last answer, and of TLS.
+# How long a client has to read the end of its last answer, and of TLS.
 _CLOSING_SECONDS = 5.0
-# For a refused client to read the refusal.
+# How long a refused client has to read the refusal.
 _REFUSED_SECONDS = 1.0
 MAX_HEAD = 4 << 20
 """Bytes of a request's head, and of each of its headers: as many as vLLM's servers take."""
@@ -99,7 +99,7 @@ class BoundedRunner(web.AppRunner):
         assert self._server is not None
         if not self._has_room():
             return _Newcomer(_refuse)
-        # As the server itself would make one; aiohttp has no public name for its options.
+        # The server itself would make one like this; aiohttp has no public name for its options.
         return _Connection(self._heads, self._server, loop=asyncio.get_running_loop(), **self._server._kwargs)
 
     def _begin_handshake(self, accepted: asyncio.Transport) -> None:

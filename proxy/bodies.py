@@ -57,7 +57,7 @@ _MOST_TOKENS = {
     "/v1/responses": ("max_output_tokens",),
 }
 _WITH_TOKEN_IDS = b',"return_token_ids":true}'
-# As vLLM's request classes read a text in place of true or false.
+# Texts that vLLM's request classes read as true or false.
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
 _WHOLE = re.compile(r"\s*[+-]?[0-9]+(_[0-9]+)*(\.0+)?\s*")
@@ -363,7 +363,7 @@ def _one_prompt(prompt: Raw | None) -> bool:
 # The prompt of a body, for routing.
 
 BYTES_PER_TOKEN = 4
-"""Of a prompt's JSON: about as in English text. It may be wrong by half, which misleads nothing for long."""
+"""Of a prompt's JSON: about as in English text. Being wrong by half misleads the proxy only for a while."""
 
 DATA_BYTES_PER_TOKEN = 256
 """Of a picture or other data in base64. A vision model makes one token of 28 x 28 pixels (Qwen2-VL) or of

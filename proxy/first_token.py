@@ -80,7 +80,7 @@ class PrefillToken:
 
     @classmethod
     def of(cls, head: bytes) -> PrefillToken:
-        """From the answer up to its first event with content. Raises ValueError if that is not as vLLM's."""
+        """Reads an answer, up to its first event with content. Raises ValueError if that is not as vLLM's."""
         # vLLM may send comments before it (--sse-keep-alive-interval).
         head, prompt = split_prompt(head[max(0, head.find(_FIRST)) :])
         start = head.rfind(DATA_SPACE, 0, max(0, head.rfind(_CHOICE)))

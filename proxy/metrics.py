@@ -55,7 +55,7 @@ _RECENT_SECONDS = 60.0
 # The dashboard's history: five minutes.
 SAMPLE_SECONDS = 2.0
 _SAMPLES = 150
-# Of pairs that are counted.
+# The most pairs that are counted.
 _MAX_PAIRS = 4096
 
 

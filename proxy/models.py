@@ -101,7 +101,7 @@ class ModelLists:
     async def _replies_of(
         self, request: web.Request, instances: Sequence[Instance], unique: str
     ) -> dict[Instance, Reply]:
-        """Of those that answer in time."""
+        """The replies of the instances that answer in time."""
         asking = {each: asyncio.create_task(self._ask(request, each, unique)) for each in instances}
         late, left = set(asking.values()), None
         try:

@@ -82,12 +82,12 @@ class Policy:
     """Picks one of the candidates: at least one, all P's or all D's."""
 
     help: ClassVar[str]
-    """Which one it picks, for `--help`."""
+    """Says in `--help` which instance it picks."""
     knows_prompts: ClassVar[bool] = False
     """Whether `cached` may return anything."""
 
     def __init__(self, routing: Routing | None = None) -> None:
-        """For a proxy with these options."""
+        """Makes the policy of a proxy with these options."""
 
     def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
         raise NotImplementedError

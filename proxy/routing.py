@@ -516,7 +516,7 @@ def _serving(instances: Sequence[Instance], model: str | None) -> Sequence[Insta
 
 
 def _healthy(instances: Sequence[Instance], now: float) -> Sequence[Instance]:
-    """Those that ping or answer, and whose breakers let requests through."""
+    """The instances that ping or answer, and whose breakers let requests through."""
     return [each for each in instances if each.breaker.admits(now) and not each.silent(now)]
 
 

@@ -331,7 +331,7 @@ def by_proxy(serve: Callable[[Proxy, web.Request], Awaitable[web.StreamResponse]
 
 STOPPING = "This proxy is stopping; try again in a few seconds."
 _CUT_OFF = "This proxy had to stop before the answer was complete."
-# For sending the errors of the requests that were cut off.
+# How long the requests that were cut off have to send their errors.
 _LAST_ERRORS_SECONDS = 2.0
 
 

@@ -92,7 +92,7 @@ class _Request(RequestSpan):
 
 
 def set_up_logging(level: str, form: str) -> None:
-    """For the whole process; `form` is text or json."""
+    """Sets up the log of the whole process; `form`: text or json."""
     handler = logging.StreamHandler()
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonLines() if form == "json" else text)

@@ -172,7 +172,7 @@ _IDS, _NO_IDS = b'"token_ids":[', b'"token_ids":null'
 """Neither can begin within a JSON string, where quotes are escaped."""
 DATA_SPACE, DONE = b"data: ", b"data: [DONE]"
 NOTHING = b'"delta":{}'
-"""Of a token to which a tool parser gives no text; vLLM sends such events only where ids are asked for."""
+"""In the event of a token for which a tool parser has no text; vLLM sends it only where ids are asked for."""
 _ONLY_USAGE = b'"choices":[]'
 _ERROR = b'data: {"error"'
 GOES_ON, ENDS = b'"finish_reason":null', b'"finish_reason":"'
@@ -215,7 +215,7 @@ class TranscriptMemory:
 
 
 class ResumePoint(NamedTuple):
-    """From where an answer can go on.
+    """A point in an answer from which another instance can go on.
 
     Attributes:
         bytes: length of the ids of the tokens up to here.

@@ -55,7 +55,7 @@ class Membership:
         )
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs all parts until cancelled."""
         members: list[Prober | Listener | ListedWatch] = [self.prober, *self.listeners, *self._watches]
         await asyncio.gather(*(each.run() for each in members))
 

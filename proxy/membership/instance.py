@@ -391,7 +391,7 @@ class Instance:
             each.healthy = False
 
     def lost(self, loss: LossReason) -> None:
-        """It gets no more requests, and the calls in flight end."""
+        """The instance is lost: it gets no more requests, and its calls in flight end."""
         self.healthy = False
         for end in list(self._ends):
             end(loss)

@@ -66,10 +66,10 @@ class Registry:
     _room: float = float("inf")
     _instances: dict[InstanceKey, Instance] = field(default_factory=dict)
     _leavers: list[Instance] = field(default_factory=list)
-    """Those that have said goodbye since the last `expire`."""
+    """Instances that have said goodbye since the last `expire`."""
     _silent: set[Instance] = field(default_factory=set)
     _misfits: set[Instance] = field(default_factory=set)
-    """Those that the log has named already."""
+    """Instances that fit no other, as far as the log has named them."""
     _breakers: dict[InstanceKey, Breaker] = field(default_factory=dict)
     """They outlive their instances for a while, so that a crash does not reset them."""
     _drained: dict[InstanceKey, str] = field(default_factory=dict)
