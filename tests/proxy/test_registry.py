@@ -128,7 +128,7 @@ def test_two_models_that_do_not_match_make_no_pair() -> None:
     router, (_, d) = fleet(*both, registry=registry, decode_alone=1)
     choice = router.choose(RoutingRequest("b"), 0.0)
     assert (choice.prefill, choice.decode) == (None, d)
-    with pytest.raises(NoInstance, match="same model"):
+    with pytest.raises(NoInstance, match="serve different models"):
         Router(registry).choose(RoutingRequest(), 0.0)
 
 

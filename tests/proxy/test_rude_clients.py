@@ -189,8 +189,8 @@ async def test_of_endless_heads_the_large_ones_go(short: Deployment, monkeypatch
         for _ in range(3):
             client = await cleanup.enter_async_context(Client(short))
             client.writer.write(post(b"", b"X: " + b"x" * 500_000)[:-4])
-        assert await client.status() == 503
-        assert b"for the rest of too many large request headers" in await client.reader.read()
+        said = await client.reader.readuntil(b"}}")
+        assert said.startswith(b"HTTP/1.1 503 ") and b"for the rest of too many large request headers" in said
         await short.serves(1, headers={"X": "x" * 1000})
 
 
