@@ -41,7 +41,7 @@ class Limits:
     """The same for one answer; no option sets it."""
     alone_share: float = option("--alone-share", 0.25, share, "SHARE",
         "share of each decode instance's --max-requests for requests whose prompts it computes, because no "
-        "prefill instance can or because they are short")
+        "prefill instance can or they are short")
     lease: float = option("--lease-seconds", LEASE, seconds, "SECONDS",
         "how long an instance whose connection is open may be silent until it counts as gone")
     first_token_seconds: float = option("--first-token-seconds", 0.0, seconds, "SECONDS",

@@ -93,7 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--port", 10001, _port, what="port to serve on")
     add("--discovery", "127.0.0.1:30001", Address.parse, "HOST:PORT", "where instances send their pings")
     add("--secret-file", None, _given, "FILE",
-        "a file with the secret of all instances, so that only they can register; or set P2PKV_SECRET")
+        "a file with all instances' secret, so that only they can register; or set P2PKV_SECRET")
     add("--plain-discovery", None, Address.parse, "HOST:PORT",
         "a second address for pings, without the secret: for instances with `discovery: plain`")
     for name, role in ROLES.items():
@@ -122,8 +122,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--tenants", None, read_tenants, "FILE",
         "a TOML file with tenants: API keys, limits and weights of each; without it all requests are alike")
     add("--tenant-header", None, settings.header, "NAME",
-        "the HTTP header in which a gateway names the tenant of a request that shows no tenant's key. Anyone "
-        "who reaches the proxy can set it")
+        "the HTTP header in which a gateway names the tenant of a request without a tenant's key. Anyone who "
+        "reaches the proxy can set it")
     add("--allowed-origins", [], read_list, "ORIGIN",
         "browsers may use this proxy from pages of this origin, such as https://chat.example.com; * is any. "
         "Repeat the option for others, or give a list in JSON as to vLLM; without it they may not")
