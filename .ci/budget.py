@@ -29,10 +29,10 @@ def words() -> int:
 def weighed() -> list[tuple[str, int, int]]:
     """What is weighed, its weight, its limit."""
     return [
-        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 21_815),
-        ("lines of proxy", lines("proxy"), 9_819),
-        ("lines of tests", lines("tests"), 59_505),
-        ("lines of benchmarks", lines("benchmarks"), 3_668),
+        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 21_814),
+        ("lines of proxy", lines("proxy"), 9_817),
+        ("lines of tests", lines("tests"), 59_490),
+        ("lines of benchmarks", lines("benchmarks"), 3_667),
         ("words of README.md and docs/", words(), 21_820),
     ]
 
